@@ -1,0 +1,28 @@
+"""The one error that users are meant to read, and how an entry prints it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+
+class UserError(ValueError):
+    """Bad input: a config, data line, checkpoint, weight file, prompt or flag.
+
+    The message is one line that names the file, line or field and the mend.
+    """
+
+
+def entry(main: Callable[[], None]) -> Callable[[], None]:
+    """Wraps a command: a `UserError` becomes `error: ...` on stderr and exit status 2, without a traceback."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        try:
+            main()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+    return run

@@ -1,0 +1,44 @@
+"""ModelConfig: the shape and the numerics of one Qwen2.5- or Qwen3-style transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from wedlm_jax.errors import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Every field changes the forward pass, its memory or its precision.
+
+    Qwen2.5 is `qkv_bias=True, qk_norm=False`; Qwen3 is `qkv_bias=False, qk_norm=True` with a `head_dim` of its own.
+    """
+
+    vocab_size: int  # V
+    hidden_size: int  # D
+    intermediate_size: int  # F
+    num_layers: int
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H; not hidden_size / num_heads in general (Qwen3-0.6B and 4B)
+    rope_theta: float = 1_000_000.0
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 32_768  # the context: prompt + generated tokens; mask slots may pass it
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = True
+    dtype: DType = "float32"  # activations and matmuls
+    param_dtype: DType = "float32"
+    matmul_precision: Literal["default", "high", "highest"] = "default"  # "highest": float32 is float32 on accelerators too
+    remat: bool = False  # recompute each layer's activations in the backward pass
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise UserError(f"model.head_dim={self.head_dim} is odd; RoPE rotates pairs, so make it even")
