@@ -1,0 +1,79 @@
+"""Model: the plain handle that `wedlm_jax.load` returns. It holds a transformer and what belongs to it, and no logic."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.patterns import Causal, Pattern
+from wedlm_jax.model.transformer import Transformer
+
+
+@dataclasses.dataclass
+class Model:
+    """A transformer with its config, its tokenizer and its special ids."""
+
+    transformer: Transformer
+    config: ModelConfig
+    tokenizer: Any | None = None  # transformers.PreTrainedTokenizerFast
+    mask_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()  # of generation_config, else config, else tokenizer
+    files: Path | None = None  # the directory that it was loaded from, whose tokenizer files an export carries along
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array,
+        pattern: Pattern = Causal(),
+        masked: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Logits [B, L, V] in float32; with a cache, the pair (logits, new cache). Arguments as in `hidden`."""
+        tokens = self._with_masks(tokens, masked)
+        return self.transformer(tokens, positions=positions, pattern=pattern, cache=cache)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array,
+        pattern: Pattern = Causal(),
+        masked: jax.Array | None = None,
+        cache: KVCache | None = None,
+    ) -> Any:
+        """Hidden states after the final norm [B, L, D]; with a cache, the pair (hidden states, new cache).
+
+        Args:
+          tokens: int [B, L], in physical order.
+          positions: int [B, L], logical positions, for RoPE.
+          pattern: `Causal`, `DualStream` or `CachedWindow`.
+          masked: bool [B, L]; True rows are mask tokens, whatever `tokens` holds there.
+          cache: the KV cache of a `CachedWindow`.
+        """
+        tokens = self._with_masks(tokens, masked)
+        if cache is None:
+            return self.transformer.hidden(tokens, positions=positions, pattern=pattern)
+        return self.transformer.hidden(tokens, positions=positions, pattern=pattern, cache=cache)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] in float32 of hidden states [..., D]."""
+        return self.transformer.logits(hidden)
+
+    def _with_masks(self, tokens: jax.Array, masked: jax.Array | None) -> jax.Array:
+        if masked is None:
+            return jnp.asarray(tokens)
+        return jnp.where(masked, self.require_mask_token_id(), tokens)
+
+    def require_mask_token_id(self) -> int:
+        """The mask id, or a `UserError` where the model has none: plain AR decoding never asks for it."""
+        if self.mask_token_id is None:
+            raise UserError("this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)")
+        return self.mask_token_id

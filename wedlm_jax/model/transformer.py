@@ -1,0 +1,97 @@
+"""Transformer: the one forward pass, for training, prefill and decoding alike. Only the attention pattern differs."""
+
+from __future__ import annotations
+
+from typing import overload
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
+from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
+from wedlm_jax.model.rope import rope_angles
+
+
+class Transformer(nnx.Module):
+    """A causal decoder stack. The layers' parameters are stacked on axis 0 and run as one `lax.scan`."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = Embedding(config, rngs=rngs)
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs: nnx.Rngs) -> Layer:
+            return Layer(config, rngs=rngs)
+
+        self.layers = stack(rngs)
+        self.final_norm = RMSNorm(config, config.hidden_size, "embed")
+        self.lm_head = None if config.tie_word_embeddings else self._output_layer(config, rngs)
+
+    @staticmethod
+    def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
+        D, V = config.hidden_size, config.vocab_size
+        return Linear(config, "BLD,DV->BLV", (D, V), ("embed", "vocab"), stddev=D**-0.5, rngs=rngs)
+
+    @overload
+    def hidden(self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern = ...) -> jax.Array: ...
+    @overload
+    def hidden(
+        self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]: ...
+    def hidden(self, tokens, *, positions, pattern=Causal(), cache=None):
+        """Runs the layers.
+
+        Args:
+          tokens: int [B, L], in physical order.
+          positions: int [B, L], the logical position of each token; RoPE reads these and nothing else does.
+          pattern: who sees whom, by physical order.
+          cache: the KV cache that a `CachedWindow` pattern writes and reads.
+
+        Returns:
+          The hidden states after the final norm [B, L, D]; with a cache, the pair (hidden states, new cache).
+        """
+        chex.assert_rank(tokens, 2)
+        chex.assert_type([tokens, positions], int)
+        chex.assert_equal_shape([tokens, positions])
+        if (cache is None) == isinstance(pattern, CachedWindow):
+            raise ValueError("pass a cache with the CachedWindow pattern, and with no other")
+        with jax.default_matmul_precision(self.config.matmul_precision):
+            rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+            graph, stacked = nnx.split(self.layers)
+
+            def run_layer(carry, index_and_state):
+                x_BLD, cache = carry
+                index, state = index_and_state
+                layer = nnx.merge(graph, state)
+                return layer(x_BLD, rope=rope, pattern=pattern, cache=cache, layer=index), None
+
+            if self.config.remat:
+                run_layer = jax.checkpoint(run_layer)
+            # The cache rides in the carry: as scanned input and output it would be copied at every step.
+            indexed = (jnp.arange(self.config.num_layers), stacked)
+            (x_BLD, cache), _ = jax.lax.scan(run_layer, (self.embed(tokens), cache), indexed)
+            hidden = self.final_norm(x_BLD)
+        return hidden if cache is None else (hidden, cache)
+
+    @property
+    def head(self) -> jax.Array:
+        """The output matrix [V, D]; the embedding itself where they are tied."""
+        return self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...].T
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Logits [..., V] in float32 of hidden states [..., D]; a call of its own, so that nobody pays for unread rows."""
+        with jax.default_matmul_precision(self.config.matmul_precision):
+            head = self.head.astype(self.config.dtype)
+            return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=jnp.float32)
+
+    def __call__(self, tokens, *, positions, pattern=Causal(), cache=None):
+        """Logits [B, L, V]; with a cache, the pair (logits, new cache)."""
+        if cache is None:
+            return self.logits(self.hidden(tokens, positions=positions, pattern=pattern))
+        hidden, cache = self.hidden(tokens, positions=positions, pattern=pattern, cache=cache)
+        return self.logits(hidden), cache

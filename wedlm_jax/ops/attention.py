@@ -1,0 +1,60 @@
+"""The attention primitive: masked softmax attention that also returns its log-sum-exp, and the merge of two such parts.
+
+Training's prediction stream attends to a short block and to a clean prefix; decoding attends to a window and to a cache.
+Both are `merge(attend(block), attend(prefix))`, or one `attend` where the keys lie in one array. Knows nothing of WeDLM.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+# Finite, so that a row which sees nothing has a finite lse and no NaN gradient; so low that a merge gives it weight 0.
+MASKED_SCORE = -1e30
+
+
+def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention of T queries over S keys, scores and softmax in float32.
+
+    Args:
+      q_BTNH: queries [B, T, N, H], N a multiple of K (grouped-query attention; keys are never repeated).
+      k_BSKH: keys [B, S, K, H].
+      v_BSKH: values [B, S, K, H].
+      visible: bool, broadcastable to [B, T, S]; True where the query may see the key.
+
+    Returns:
+      out [B, T, N, H] in the dtype of q, and the natural log-sum-exp of the scaled scores [B, T, N] in float32. Both are
+      differentiable. A query that sees nothing has lse <= -1e29 and an arbitrary finite output: merge it with a part that
+      sees something.
+    """
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    chex.assert_shape([k_BSKH, v_BSKH], (B, S, K, H))
+    chex.assert_is_divisible(N, K)
+    visible_BTS = jnp.broadcast_to(visible, (B, T, S))
+    G = N // K
+    # Queries of one kv head become rows of one matmul: [B, K, T * G, H].
+    q_BKRH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
+    scores_BKRS = jnp.einsum("BKRH,BSKH->BKRS", q_BKRH, k_BSKH, preferred_element_type=jnp.float32)
+    scores_BKTGS = jnp.where(visible_BTS[:, None, :, None, :], scores_BKRS.reshape(B, K, T, G, S), MASKED_SCORE)
+    lse_BKTG = jax.nn.logsumexp(scores_BKTGS, axis=-1)
+    weights_BKRS = jnp.exp(scores_BKTGS - lse_BKTG[..., None]).reshape(B, K, T * G, S).astype(v_BSKH.dtype)
+    out_BKRH = jnp.einsum("BKRS,BSKH->BKRH", weights_BKRS, v_BSKH)
+    out_BTNH = out_BKRH.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+    return out_BTNH, lse_BKTG.transpose(0, 2, 1, 3).reshape(B, T, N)
+
+
+def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> jax.Array:
+    """Attention over the union of two disjoint key sets, from the attention over each.
+
+    Args:
+      out_a, out_b: outputs [..., H] of `attend`.
+      lse_a, lse_b: their log-sum-exps [...]. At least one of the two parts of a query must see a key.
+
+    Returns:
+      The merged output [..., H].
+    """
+    lse = jnp.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = jnp.exp(lse_a - lse)[..., None], jnp.exp(lse_b - lse)[..., None]
+    return (out_a * weight_a + out_b * weight_b).astype(out_a.dtype)
