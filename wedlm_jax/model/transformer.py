@@ -14,6 +14,7 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
+from wedlm_jax.ops.cross_entropy import cross_entropy
 
 
 class Transformer(nnx.Module):
@@ -88,6 +89,12 @@ class Transformer(nnx.Module):
         with jax.default_matmul_precision(self.config.matmul_precision):
             head = self.head.astype(self.config.dtype)
             return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=jnp.float32)
+
+    def token_losses(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
+        """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L], in chunks of tokens."""
+        with jax.default_matmul_precision(self.config.matmul_precision):
+            head = self.head.astype(self.config.dtype)
+            return cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1)).reshape(targets.shape)
 
     def __call__(self, tokens, *, positions, pattern=Causal(), cache=None):
         """Logits [B, L, V]; with a cache, the pair (logits, new cache)."""

@@ -1,0 +1,58 @@
+"""Corruption: which tokens of each block become masks (section 4.2 of the paper: a mask ratio of its own for every block)."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+MIN_MASK_RATIO = 1e-8
+
+
+def corrupt(
+    key: jax.Array, candidates: jax.Array, document_ids: jax.Array, positions: jax.Array, *, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draws gamma ~ U[0, 1) for every block and masks round(gamma * candidates) of its candidates, uniformly chosen.
+
+    The draw depends on (key, document, block of the document) alone: packing, accumulation and sharding do not change it.
+
+    Args:
+      key: a PRNG key, one per (seed, step).
+      candidates: bool [B, L]; True where a token may be masked. Prompts and pads may not.
+      document_ids: int [B, L], the same for all tokens of a document and different between documents.
+      positions: int [B, L], logical positions in the document; documents start on a multiple of `block_size`.
+      block_size: J, dividing L.
+
+    Returns:
+      masked bool [B, L], and the drawn mask_ratio float32 [B, M] (gamma, not the realised share), M = L / J.
+    """
+    B, L = candidates.shape
+    chex.assert_equal_shape([candidates, document_ids, positions])
+    chex.assert_is_divisible(L, block_size)
+    first = slice(None, None, block_size)
+    document, block = document_ids[:, first], positions[:, first] // block_size
+
+    def draw(document: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ratio_key, order_key = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, document), block))
+        ratio = jnp.maximum(jax.random.uniform(ratio_key), MIN_MASK_RATIO)
+        return ratio, jax.random.uniform(order_key, (block_size,))
+
+    mask_ratio, scores = jax.vmap(jax.vmap(draw))(document, block)
+    masked = mask_lowest(scores, candidates.reshape(B, L // block_size, block_size), mask_ratio)
+    return masked.reshape(B, L), mask_ratio
+
+
+def mask_lowest(scores: jax.Array, candidates: jax.Array, mask_ratio: jax.Array) -> jax.Array:
+    """The round(mask_ratio * n) of a block's n candidates with the lowest scores, halves to even; may be none.
+
+    Args:
+      scores: float [..., J].
+      candidates: bool [..., J].
+      mask_ratio: float [...].
+
+    Returns:
+      masked bool [..., J].
+    """
+    count = jnp.round(mask_ratio * jnp.sum(candidates, axis=-1))
+    rank = jnp.argsort(jnp.argsort(jnp.where(candidates, scores, jnp.inf), axis=-1), axis=-1)
+    return candidates & (rank < count[..., None])

@@ -1,0 +1,32 @@
+"""Topological reordering (Eq. 5 to 7): observed tokens first, masks after them, each group in its old order.
+
+Under an unmodified causal mask every mask then sees every observed token, while logical positions stay with their tokens.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def reorder(masked: jax.Array, padding: jax.Array) -> jax.Array:
+    """The physical order of a window: observed slots, then masks, then padding, stable in each group.
+
+    Args:
+      masked: bool [..., T].
+      padding: bool [..., T]; physically last, so that nothing real sees it.
+
+    Returns:
+      order int32 [..., T]: physical slot i holds logical slot order[i].
+    """
+    chex.assert_equal_shape([masked, padding])
+    return jnp.argsort(jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
+
+
+def reorder_blocks(masked: jax.Array, padding: jax.Array, *, block_size: int) -> jax.Array:
+    """`reorder` inside every block of a row at once: int32 [B, L] indices into the row, from bool [B, L] masked and padding."""
+    chex.assert_equal_shape([masked, padding])
+    chex.assert_is_divisible(masked.shape[1], block_size)
+    block = jnp.arange(masked.shape[1]) // block_size
+    return jnp.argsort(3 * block[None, :] + jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
