@@ -1,0 +1,238 @@
+"""Three small tasks that a few million parameters learn in minutes: word problems, counting and copying.
+
+Every problem is drawn from a seed. Whether a problem is held out is decided by a hash of its prompt alone, so no seed
+and no number of draws can move a held-out problem into training. What is held out is the whole problem (the names, the
+objects and the numbers together); a sum such as 7 + 5 may well occur in training with other names and objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from wedlm_jax.errors import UserError
+
+Split = Literal["train", "held_out"]
+
+HELD_OUT_SHARE = 0.1
+NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Max", "Emma", "Leo", "Nora")
+OBJECTS = ("apples", "pens", "books", "cards", "coins", "shells", "stamps", "balls", "cups", "eggs")
+CONTAINERS = ("bags", "boxes", "jars")
+WORDS = (
+    "red", "blue", "green", "dog", "cat", "fox", "sun", "moon", "star", "tree", "leaf", "rain", "snow", "wind", "fire",
+    "gold", "fish", "bird", "song", "door", "road", "ship", "lake", "hill",
+)  # fmt: skip
+_DRAWS_BEFORE_EXHAUSTED = 20_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A prompt and the completion that solves it.
+
+    `prompt` is the exact text that precedes the completion, `solution` the exact completion (without end tokens), and
+    `answer` what `extract_answer` must find in a completion for an exact match.
+    """
+
+    task: str
+    prompt: str
+    solution: str
+    answer: str
+
+
+def _word_problem(random: np.random.Generator) -> Problem:
+    """One of seven templates, one or two steps; operands up to 20, results up to 60."""
+    story, steps, answer = _TEMPLATES[random.integers(len(_TEMPLATES))](random)
+    return Problem("word_problems", f"Q: {story} A:", f" {steps}\n#### {answer}", str(answer))
+
+
+def _number(random: np.random.Generator, low: int, high: int) -> int:
+    """Uniform in low..high, both included."""
+    return int(random.integers(low, high + 1))
+
+
+def _two_names(random: np.random.Generator) -> tuple[str, str]:
+    first, second = random.choice(len(NAMES), size=2, replace=False)
+    return NAMES[first], NAMES[second]
+
+
+def _one_of(random: np.random.Generator, words: Sequence[str]) -> str:
+    return words[random.integers(len(words))]
+
+
+def _buys(random: np.random.Generator) -> tuple[str, str, int]:
+    name, thing = _one_of(random, NAMES), _one_of(random, OBJECTS)
+    a, b = _number(random, 2, 20), _number(random, 2, 20)
+    return (
+        f"{name} has {a} {thing}. {name} buys {b} more. How many {thing} does {name} have now?",
+        f"{name} has {a} {thing} and buys {b} more. {a} + {b} = {a + b}. {name} has {a + b} {thing} now.",
+        a + b,
+    )
+
+
+def _gives(random: np.random.Generator) -> tuple[str, str, int]:
+    (name, friend), thing = _two_names(random), _one_of(random, OBJECTS)
+    a = _number(random, 3, 20)
+    b = _number(random, 2, a - 1)
+    return (
+        f"{name} has {a} {thing}. {name} gives {b} to {friend}. How many {thing} does {name} have left?",
+        f"{name} has {a} {thing} and gives {b} to {friend}. {a} - {b} = {a - b}. {name} has {a - b} {thing} left.",
+        a - b,
+    )
+
+
+def _compares(random: np.random.Generator) -> tuple[str, str, int]:
+    (name, friend), thing = _two_names(random), _one_of(random, OBJECTS)
+    a, b = _number(random, 2, 20), _number(random, 2, 20)
+    return (
+        f"{name} has {a} {thing}. {friend} has {b} more than {name}. How many {thing} does {friend} have?",
+        f"{name} has {a} {thing} and {friend} has {b} more. {a} + {b} = {a + b}. {friend} has {a + b} {thing}.",
+        a + b,
+    )
+
+
+def _together(random: np.random.Generator) -> tuple[str, str, int]:
+    (name, friend), thing = _two_names(random), _one_of(random, OBJECTS)
+    a, b = _number(random, 2, 20), _number(random, 2, 20)
+    return (
+        f"{name} has {a} {thing} and {friend} has {b} {thing}. How many {thing} do they have together?",
+        f"{name} has {a} {thing} and {friend} has {b}. {a} + {b} = {a + b}. They have {a + b} {thing} together.",
+        a + b,
+    )
+
+
+def _packs(random: np.random.Generator) -> tuple[str, str, int]:
+    name, thing, container = _one_of(random, NAMES), _one_of(random, OBJECTS), _one_of(random, CONTAINERS)
+    a, b = _number(random, 2, 6), _number(random, 2, 10)
+    return (
+        f"{name} has {a} {container} with {b} {thing} in each. How many {thing} does {name} have?",
+        f"{name} has {a} {container} with {b} {thing} each. {a} * {b} = {a * b}. {name} has {a * b} {thing}.",
+        a * b,
+    )
+
+
+def _buys_and_loses(random: np.random.Generator) -> tuple[str, str, int]:
+    name, thing = _one_of(random, NAMES), _one_of(random, OBJECTS)
+    a, b = _number(random, 2, 20), _number(random, 2, 20)
+    c = _number(random, 2, min(20, a + b - 1))
+    return (
+        f"{name} has {a} {thing}. {name} buys {b} more and loses {c}. How many {thing} does {name} have left?",
+        f"{name} has {a} {thing} and buys {b} more. {a} + {b} = {a + b}. "
+        f"{name} loses {c}. {a + b} - {c} = {a + b - c}. {name} has {a + b - c} {thing} left.",
+        a + b - c,
+    )
+
+
+def _packs_and_buys(random: np.random.Generator) -> tuple[str, str, int]:
+    name, thing, container = _one_of(random, NAMES), _one_of(random, OBJECTS), _one_of(random, CONTAINERS)
+    a, b = _number(random, 2, 5), _number(random, 2, 8)
+    c = _number(random, 2, 20)
+    return (
+        f"{name} has {a} {container} with {b} {thing} in each. {name} buys {c} more. "
+        f"How many {thing} does {name} have now?",
+        f"{name} has {a} {container} with {b} {thing} each. {a} * {b} = {a * b}. "
+        f"{name} buys {c} more. {a * b} + {c} = {a * b + c}. {name} has {a * b + c} {thing} now.",
+        a * b + c,
+    )
+
+
+_TEMPLATES: tuple[Callable[[np.random.Generator], tuple[str, str, int]], ...] = (
+    _buys, _gives, _compares, _together, _packs, _buys_and_loses, _packs_and_buys,
+)  # fmt: skip
+
+
+def _counting(random: np.random.Generator) -> Problem:
+    """15 to 30 numbers below 100, up or down, by 1, 2 or 5."""
+    step = (1, 1, 2, 5)[random.integers(4)]
+    length = _number(random, 15, {1: 30, 2: 30, 5: 18}[step])
+    low = _number(random, 1, 99 - step * (length - 1))
+    numbers = [low + step * i for i in range(length)]
+    down = bool(random.integers(2))
+    if down:
+        numbers.reverse()
+    way, by = (" down" if down else ""), (f" by {step}" if step > 1 else "")
+    solution = "".join(f" {number}" for number in numbers)
+    return Problem("counting", f"Q: Count{way} from {numbers[0]} to {numbers[-1]}{by}. A:", solution, solution.strip())
+
+
+def _copying(random: np.random.Generator) -> Problem:
+    """8 to 16 words in a random order, some of them more than once."""
+    words = [_one_of(random, WORDS) for _ in range(_number(random, 8, 16))]
+    text = " ".join(words)
+    return Problem("copying", f"Q: Repeat: {text}. A:", f" {text}", text)
+
+
+_DRAW: dict[str, Callable[[np.random.Generator], Problem]] = {
+    "word_problems": _word_problem,
+    "counting": _counting,
+    "copying": _copying,
+}
+TASKS: tuple[str, ...] = tuple(_DRAW)
+MIXTURE = (0.6, 0.2, 0.2)  # share of the training problems, in the order of TASKS
+
+
+def split_of(prompt: str) -> Split:
+    """`held_out` for a tenth of all prompts, by a hash of the text: the same on every machine and for every seed."""
+    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
+    return "held_out" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64 else "train"
+
+
+def draw(task: str, split: Split, seed: int, index: int) -> Problem:
+    """The problem number `index` of a seed, by random access; two indices may give the same problem.
+
+    Raises:
+        UserError: `task` is not one of TASKS.
+    """
+    if task not in _DRAW:
+        raise UserError(f"task {task!r} does not exist; choose one of {', '.join(TASKS)}")
+    random = np.random.default_rng((seed, index, TASKS.index(task)))
+    while True:
+        problem = _DRAW[task](random)
+        if split_of(problem.prompt) == split:
+            return problem
+
+
+def problems(task: str, split: Split, seed: int = 0) -> Iterator[Problem]:
+    """Distinct problems in a fixed order. Copying and word problems do not end in practice; counting does."""
+    seen: set[str] = set()
+    index = last_new = 0
+    while index - last_new < _DRAWS_BEFORE_EXHAUSTED:
+        problem = draw(task, split, seed, index)
+        index += 1
+        if problem.prompt not in seen:
+            seen.add(problem.prompt)
+            last_new = index
+            yield problem
+
+
+def extract_answer(task: str, completion: str) -> str | None:
+    """The final answer in a completion: the number after `####` for word problems (None without one), else all of it."""
+    if task != "word_problems":
+        return completion.strip()
+    found = re.search(r"####\s*(-?\d+)\s*$", completion)
+    return found.group(1) if found else None
+
+
+def is_correct(problem: Problem, completion: str) -> bool:
+    """Exact match of the extracted answer; `completion` is without end tokens."""
+    return extract_answer(problem.task, completion) == problem.answer
+
+
+class QuickstartProblems(Sequence[Problem]):
+    """`length` training (or held-out) problems of all tasks in the proportions of MIXTURE, by random access."""
+
+    def __init__(self, split: Split, seed: int, length: int):
+        self._split, self._seed, self._length = split, seed, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Problem:  # type: ignore[override]
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        task = np.random.default_rng((self._seed, index, len(TASKS))).choice(len(TASKS), p=MIXTURE)
+        return draw(TASKS[task], self._split, self._seed, index)
