@@ -1,0 +1,113 @@
+"""From a problem, a conversation or a plain text to one training example: tokens, and which of them are learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One document. Its tokens are never cut: what does not fit a row is an error of the packing."""
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # bool [T]: True on the tokens to be learned, False on the prompt
+    document_id: int  # index in the stream of examples; it keys the corruption
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.loss_mask.shape or self.tokens.ndim != 1:
+            raise ValueError(f"tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be of one shape [T]")
+
+
+def label_completion(
+    tokens: Sequence[int], prompt_length: int, *, num_end_tokens: int, end_token_id: int, document_id: int = 0
+) -> Example:
+    """A completed conversation in which the tokens after the prompt are learned, and extra end tokens after them.
+
+    A decoder that fills a window runs past the end of the turn, so the model learns to go on with end tokens there. As in
+    the official code, `num_end_tokens` counts the end token of the turn itself, so `num_end_tokens - 1` are appended, and
+    these are learned even where all else is prompt. Unlike it, nothing is cut to a maximal length.
+
+    Args:
+        tokens: the whole conversation, the end token of its last turn included.
+        prompt_length: how many of `tokens` are prompt.
+        num_end_tokens: end-of-turn targets, 8 in the official fine-tuning; 0 and 1 both append nothing.
+        end_token_id: the token that ends a turn.
+        document_id: index of the example in the stream.
+    """
+    extra = max(num_end_tokens - 1, 0)
+    loss_mask = np.ones(len(tokens) + extra, bool)
+    loss_mask[:prompt_length] = False
+    return Example(np.array([*tokens, *[end_token_id] * extra], np.int32), loss_mask, document_id)
+
+
+def from_completion(
+    prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, num_end_tokens: int, document_id: int = 0
+) -> Example:
+    """A plain prompt and its completion. The two are encoded apart, so a decoder given the prompt sees the very same tokens."""
+    end = _end_token_id(tokenizer)
+    prompt_ids = encode_text(tokenizer, prompt)
+    tokens = [*prompt_ids, *encode_text(tokenizer, completion), end]
+    return label_completion(
+        tokens, len(prompt_ids), num_end_tokens=num_end_tokens, end_token_id=end, document_id=document_id
+    )
+
+
+def from_messages(
+    messages: Sequence[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_end_tokens: int,
+    document_id: int = 0,
+) -> Example:
+    """A conversation through the tokenizer's chat template; its last message is learned, all before it is prompt.
+
+    Template text after the last end token (a line end in ChatML) is dropped: nobody generates it.
+
+    Raises:
+        UserError: no message, a last message that is not the assistant's, a tokenizer without template, or a template
+            whose generation prompt is not a prefix of the conversation.
+    """
+    if not messages or messages[-1].get("role") != "assistant":
+        raise UserError(f"document {document_id}: the last message must be the assistant's; add its reply")
+    if not tokenizer.chat_template:
+        raise UserError("the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text")
+    end = _end_token_id(tokenizer)
+    prompt = tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    if not whole.startswith(prompt):
+        raise UserError(
+            f"document {document_id}: the chat template's generation prompt is no prefix of the conversation, so the "
+            "learned part is unknown; use a template without text that depends on later messages"
+        )
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    reply_ids = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
+    if end not in reply_ids:
+        raise UserError(
+            f"document {document_id}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}"
+        )
+    last = len(reply_ids) - reply_ids[::-1].index(end)
+    return label_completion(
+        [*prompt_ids, *reply_ids[:last]],
+        len(prompt_ids),
+        num_end_tokens=num_end_tokens,
+        end_token_id=end,
+        document_id=document_id,
+    )
+
+
+def from_tokens(tokens: Sequence[int], document_id: int = 0) -> Example:
+    """Plain text that is already tokens, such as a piece of a long file: every token is learned."""
+    return Example(np.array(tokens, np.int32), np.ones(len(tokens), bool), document_id)
+
+
+def _end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no eos token; name the token that ends a turn in its tokenizer_config.json")
+    return tokenizer.eos_token_id

@@ -1,0 +1,111 @@
+"""Our own byte-level BPE tokenizer: trained, wrapped for transformers, loaded.
+
+Every text round-trips, because the 256 bytes are in the vocabulary. A word carries its leading space, and a number of
+one or two digits, with its space, can be one token: " 17" is looked up and not spelled, which small models learn faster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from wedlm_jax.errors import UserError
+
+END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)  # ids 0 to 3
+_SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
+
+# Words with their space | one or two digits with their space | punctuation with its space | line ends | other spaces
+_PIECES = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerConfig:
+    """`path` names a directory with a tokenizer; None trains one on the training split of the data."""
+
+    path: str | None = None
+    vocab_size: int = 512  # at most, special tokens included; read only when a tokenizer is trained
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < _SMALLEST_VOCABULARY:
+            raise UserError(
+                f"tokenizer.vocab_size={self.vocab_size} is too small: bytes and special tokens need {_SMALLEST_VOCABULARY}"
+            )
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Trains BPE merges on `texts`; the same texts give the same tokenizer, byte for byte.
+
+    Args:
+        texts: the training texts, without special tokens.
+        vocab_size: the most tokens that it may have; fewer when the texts have no more pairs that occur twice.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        mask_token=MASK,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json (the chat template with it), as AutoTokenizer reads them."""
+    tokenizer.save_pretrained(str(directory), save_jinja_files=False)
+    path = Path(directory) / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":  # the name since transformers 5; older releases know this one
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+    """Reads the tokenizer of a directory of ours or of any HF model directory; runs no code from it.
+
+    Raises:
+        UserError: there is no tokenizer, or it cannot be read.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory; name one that holds a tokenizer.json")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise UserError(f"{directory} holds no tokenizer.json; save a tokenizer there or name another directory")
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # broken JSON arrives as many types, a bare Exception of the Rust library among them
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{directory}: the tokenizer cannot be read ({reason}); write its files again") from error
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of plain text: `<|im_end|>` written inside it is spelled out and never becomes a control token."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
