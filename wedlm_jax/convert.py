@@ -1,0 +1,126 @@
+"""Checkpoint or HF directory -> HF directory, and the proof that PyTorch computes the same with it.
+
+    python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arch qwen3 --verify
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from importlib.metadata import version as package_version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from wedlm_jax import pretrained
+from wedlm_jax.errors import UserError, entry
+from wedlm_jax.hf.config import Arch, read_json
+from wedlm_jax.hf.weights import params_of, transformer_from
+from wedlm_jax.model.handle import Model
+
+TOLERANCE = 1e-4  # of max(1, largest logit), in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Write a model as a Hugging Face directory."""
+
+    source: Annotated[str, tyro.conf.arg(name="from", metavar="SRC")]
+    """Workdir of wedlm_jax.train, HF directory, or hub id."""
+    target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
+    """Directory to write; an earlier export is replaced."""
+    arch: Arch = "wedlm"
+    """Model type to declare: qwen3 and qwen2 are read by stock transformers."""
+    verify: bool = False
+    """Load both sides with torch and transformers, compare logits with ours in float32."""
+
+
+def convert(args: Convert) -> None:
+    if args.verify:
+        _require_torch()
+    source = Path(args.source)
+    dtype = pretrained.exact_dtype(source) if source.is_dir() else None
+    model = pretrained.load(args.source, dtype)
+    pretrained.save(model, args.target, args.arch)
+    print(f"{args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
+    if args.verify:
+        verify(args.source, args.target)
+
+
+def verify(source: str | Path, target: Path) -> None:
+    """Raises `UserError` where torch on `target` (and on `source`, an HF directory) gives other logits than we give for `source`."""
+    _require_torch()
+    model = pretrained.load(source, "float32")
+    tokens, positions = _probe(model.config.vocab_size)
+    ours = _our_logits(model, tokens, positions)
+    del model
+    sides = [Path(target)]
+    if (Path(source) / "config.json").is_file():
+        sides.append(Path(source))
+    tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
+    for side in sides:
+        difference = float(np.abs(_torch_logits(side, tokens, positions) - ours).max())
+        line = f"{side}: logits of torch and wedlm_jax differ by at most {difference:.2e} (allowed {tolerance:.2e})"
+        if not difference <= tolerance:
+            raise UserError(line)
+        print(f"verified {line}")
+
+
+def _probe(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens [2, 48]: a row in order, and a row reordered as a decode window is (filled first, positions kept)."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab_size, (2, 48), dtype=np.int32)
+    window = 32 + np.argsort(rng.random(16) < 0.5, kind="stable")
+    reordered = np.concatenate([np.arange(32), window])
+    return tokens, np.stack([np.arange(48), reordered]).astype(np.int32)
+
+
+def _our_logits(model: Model, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    config = dataclasses.replace(model.config, matmul_precision="highest")
+    transformer = transformer_from(config, params_of(model.transformer))
+    return np.asarray(transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
+
+
+def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    raw: dict[str, Any] = read_json(directory / "config.json")
+    is_qwen3 = raw["model_type"] == "qwen3" or raw.get("qk_norm", False)  # a wedlm forward pass is that of one of the two
+    model_class, config_class = (Qwen3ForCausalLM, Qwen3Config) if is_qwen3 else (Qwen2ForCausalLM, Qwen2Config)
+    fields = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map", "architectures")}
+    model = model_class.from_pretrained(
+        str(directory), config=config_class(**fields), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    with torch.no_grad():
+        # With an all-ones mask transformers does not read a jump in the positions as the start of another document.
+        out = model(ids, attention_mask=torch.ones_like(ids), position_ids=torch.from_numpy(positions.astype(np.int64)))
+    return out.logits.numpy()
+
+
+def _require_torch() -> None:
+    if find_spec("torch") is None:
+        raise UserError("--verify needs torch, which is not installed: pip install -r requirements-torch.txt")
+
+
+def _size_of(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.iterdir())
+
+
+@entry
+def main() -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"wedlm_jax {package_version('wedlm_jax')}")
+        return
+    jax.config.update("jax_platforms", "cpu")  # float32 is float32 there, and no accelerator is needed or taken
+    convert(tyro.cli(Convert, prog="python -m wedlm_jax.convert", description=__doc__))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Interchange with Hugging Face directories: config.json, safetensors, tokenizer files, hub ids."""

@@ -1,0 +1,233 @@
+"""Hugging Face config.json <-> ModelConfig, for the model types `wedlm`, `qwen3` and `qwen2`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.config import DType, ModelConfig
+
+Arch = Literal["wedlm", "qwen3", "qwen2"]
+ARCHITECTURES: dict[str, str] = {"wedlm": "WeDLMForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+# Where a file leaves a field out, the reference implementation takes these; a field without a default must be there.
+DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_MAX_POSITION_EMBEDDINGS = 32_768
+DEFAULT_RMS_NORM_EPS = 1e-6
+QWEN3_DEFAULT_HEAD_DIM = 128
+FULL_ATTENTION = "full_attention"
+
+# Fields that change the forward pass and that we do not implement, with the values that leave it alone.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (None, False),
+    "use_mrope": (None, False),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "partial_rotary_factor": (None, 1),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "dual_chunk_attention_config": (None,),
+    "quantization_config": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "moe_intermediate_size": (None, 0),
+}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from `file`; a `UserError` names the file where there is none."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{file}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{file}: not readable as JSON ({error}); download or copy it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> ModelConfig:
+    """The ModelConfig of a config.json.
+
+    Args:
+      raw: the parsed file. Old and new keys are read: `rope_theta` or `rope_parameters`.
+      file: where it came from, for the messages.
+      dtype: compute and parameter dtype; the file's own `dtype` only says how the weights are stored.
+
+    Raises:
+      UserError: a field is missing, has the wrong type, or asks for a forward pass that is not implemented.
+    """
+    arch = raw.get("model_type")
+    if arch not in ARCHITECTURES:
+        raise UserError(f"{file}: model_type={arch!r} is not implemented; known are {', '.join(ARCHITECTURES)}")
+    _refuse_unimplemented(raw, file)
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    missing = [name for name in required if name not in raw]
+    if missing:
+        raise UserError(f"{file}: missing field {', '.join(missing)}")
+    heads = _whole(raw, "num_attention_heads", file)
+    hidden = _whole(raw, "hidden_size", file)
+    if arch == "wedlm":  # the defaults of the official class
+        qkv_bias, qk_norm = _flag(raw, "attention_bias", True, file), _flag(raw, "qk_norm", False, file)
+    else:  # Qwen2 always has the bias and Qwen3 always the norm, whatever the file says
+        qkv_bias, qk_norm = arch == "qwen2", arch == "qwen3"
+    fields: dict[str, Any] = dict(
+        vocab_size=_whole(raw, "vocab_size", file),
+        hidden_size=hidden,
+        intermediate_size=_whole(raw, "intermediate_size", file),
+        num_layers=_whole(raw, "num_hidden_layers", file),
+        num_heads=heads,
+        num_kv_heads=heads if raw["num_key_value_heads"] is None else _whole(raw, "num_key_value_heads", file),
+        head_dim=_head_dim(raw, file, hidden, heads),
+        rope_theta=_rope_theta(raw, file),
+        rms_norm_eps=_real(raw, "rms_norm_eps", DEFAULT_RMS_NORM_EPS, file),
+        max_position_embeddings=_whole(raw, "max_position_embeddings", file, DEFAULT_MAX_POSITION_EMBEDDINGS),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings", False, file),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        dtype=dtype,
+        param_dtype=dtype,
+    )
+    try:
+        return ModelConfig(**fields)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def to_hf(config: ModelConfig, arch: Arch, *, mask_token_id: int | None, special_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The complete config.json of an export, under old and new keys, so that tools of either age read it.
+
+    Args:
+      special_ids: `bos_token_id`, `eos_token_id`, `pad_token_id` as far as they are known.
+
+    Raises:
+      UserError: the weights do not fit `arch`.
+    """
+    require_fit(config, arch)
+    raw: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "layer_types": [FULL_ATTENTION] * config.num_layers,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": config.num_layers,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "dtype": config.param_dtype,
+        "torch_dtype": config.param_dtype,
+    }
+    if arch != "qwen2":  # Qwen2 has no such field: it always has the bias
+        raw["attention_bias"] = config.qkv_bias
+    if arch == "wedlm":
+        raw["qk_norm"] = config.qk_norm
+    if mask_token_id is not None:
+        raw["mask_token_id"] = mask_token_id
+    return raw | {name: value for name, value in special_ids.items() if value is not None}
+
+
+def require_fit(config: ModelConfig, arch: str) -> None:
+    """Raises `UserError` where tools that read `arch` would run a forward pass other than ours."""
+    if arch not in get_args(Arch):
+        raise UserError(f"arch={arch!r} is unknown; choose wedlm, qwen3 or qwen2")
+    have = f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
+    other = {(True, False): "qwen2 or wedlm", (False, True): "qwen3 or wedlm", (False, False): "wedlm"}
+    mend = other.get((config.qkv_bias, config.qk_norm), "no arch; train with one of the two")
+    if arch == "qwen2" and not (config.qkv_bias and not config.qk_norm):
+        raise UserError(f"arch=qwen2 has a qkv bias and no qk norm, this model has {have}; choose {mend}")
+    if arch == "qwen3" and not (config.qk_norm and not config.qkv_bias):
+        raise UserError(f"arch=qwen3 has a qk norm and no qkv bias, this model has {have}; choose {mend}")
+    if arch == "wedlm" and config.qkv_bias and config.qk_norm:
+        # The official engine takes "has a bias" to mean "has no qk norm", and would skip the norm without a word.
+        raise UserError(f"arch=wedlm cannot hold a qkv bias and a qk norm together, this model has {have}; choose {mend}")
+
+
+def token_ids(value: Any, name: str, file: Path) -> tuple[int, ...]:
+    """Token ids of a field that holds an id, a list of ids or nothing."""
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UserError(f"{file}: {name}={value!r} is neither a token id nor a list of token ids")
+    return ids
+
+
+def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
+    for name, neutral in NEUTRAL.items():
+        if name in raw and raw[name] not in neutral:
+            raise UserError(f"{file}: {name}={raw[name]!r} is not implemented (only {' or '.join(map(repr, neutral))})")
+    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
+        # In Qwen3 the flag puts a bias on the output projection too, and such a checkpoint never existed.
+        raise UserError(f"{file}: attention_bias=True is not implemented for model_type=qwen3 (only False)")
+    others = sorted(set(raw.get("layer_types") or ()) - {FULL_ATTENTION})
+    if others:
+        raise UserError(f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})")
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise UserError(f"{file}: {name}={rope!r} is not an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        extra = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+        if kind != "default" or extra or rope.get("partial_rotary_factor", 1) != 1:
+            raise UserError(f"{file}: {name}={rope!r} is not implemented (only rope_type 'default' with a rope_theta)")
+
+
+def _rope_theta(raw: Mapping[str, Any], file: Path) -> float:
+    new = raw.get("rope_parameters") or {}
+    if "rope_theta" in new and "rope_theta" in raw and new["rope_theta"] != raw["rope_theta"]:
+        raise UserError(
+            f"{file}: rope_theta={raw['rope_theta']} and rope_parameters.rope_theta={new['rope_theta']} differ; keep one"
+        )
+    return _real(new if "rope_theta" in new else raw, "rope_theta", DEFAULT_ROPE_THETA, file)
+
+
+def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> int:
+    if raw.get("head_dim") is not None:
+        return _whole(raw, "head_dim", file)
+    if raw["model_type"] == "qwen3" and "head_dim" not in raw:
+        return QWEN3_DEFAULT_HEAD_DIM
+    if hidden % heads:
+        raise UserError(f"{file}: head_dim is missing and hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+    return hidden // heads
+
+
+def _whole(raw: Mapping[str, Any], name: str, file: Path, default: int | None = None) -> int:
+    value = raw.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UserError(f"{file}: {name}={value!r} is not a positive whole number")
+    return value
+
+
+def _real(raw: Mapping[str, Any], name: str, default: float, file: Path) -> float:
+    value = raw.get(name, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise UserError(f"{file}: {name}={value!r} is not a positive number")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], name: str, default: bool, file: Path) -> bool:
+    value = raw.get(name, default)
+    if not isinstance(value, bool):
+        raise UserError(f"{file}: {name}={value!r} is not true or false")
+    return value

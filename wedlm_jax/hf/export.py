@@ -1,0 +1,120 @@
+"""Whole models to Hugging Face directories, for every tool that reads `wedlm`, `qwen3` or `qwen2`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
+from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
+from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, copy_tokenizer_files
+from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
+from wedlm_jax.hf.weights import params_of
+from wedlm_jax.model.handle import Model
+
+EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory may be replaced by a new export
+MAX_SHARD_SIZE = 5 * 10**9
+
+
+def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size: int = MAX_SHARD_SIZE) -> None:
+    """Writes an HF directory: config.json, safetensors, generation_config.json, tokenizer files.
+
+    The directory appears whole or not at all. An earlier export of ours is replaced, anything else is left alone.
+
+    Raises:
+      UserError: the weights do not fit `arch`, or `path` is taken.
+    """
+    require_fit(model.config, arch)
+    target = Path(path).absolute()
+    _require_free(target)
+    staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    try:
+        staging.mkdir(parents=True)
+        write_tensors(staging, _tensors_to_write(model), max_shard_size)
+        copy_tokenizer_files(model.files, model.tokenizer, staging)
+        _write_json(staging / "config.json", _export_config(model, arch))
+        _write_json(staging / "generation_config.json", _export_generation_config(model))
+        if target.exists():
+            target.rename(replaced)
+        staging.rename(target)
+    except OSError as error:
+        raise UserError(f"{target}: writing failed ({error.strerror or error}); nothing is left of it") from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _tensors_to_write(model: Model) -> list[TensorToWrite]:
+    params, config = params_of(model.transformer), model.config
+    layer_of = jax.jit(lambda stacked, i: jax.lax.dynamic_index_in_dim(stacked, i, keepdims=False))
+
+    def tensor(row: Row, name: str, layer: int) -> TensorToWrite:
+        array = params[row.ours]
+
+        def load() -> np.ndarray:
+            return row.to_hf(np.asarray(layer_of(array, layer) if row.stacked else array), config)
+
+        return TensorToWrite(name, row.hf_shape(config), np.dtype(array.dtype), load)
+
+    by_layer = [(layer, row, name) for row in rows(config) for layer, name in enumerate(row.names(config))]
+    # One layer after another, between the embedding and the head, so that a shard holds whole layers.
+    by_layer.sort(key=lambda entry: (entry[1] is not EMBEDDING, not entry[1].stacked, entry[0]))
+    return [tensor(row, name, layer) for layer, row, name in by_layer]
+
+
+def _export_config(model: Model, arch: Arch) -> dict[str, Any]:
+    source = _source_json(model, "config.json")
+    special = {
+        name: source.get(name, getattr(model.tokenizer, name, None)) for name in ("bos_token_id", "pad_token_id")
+    }
+    special["eos_token_id"] = _eos(model, source)
+    raw = to_hf(model.config, arch, mask_token_id=model.mask_token_id, special_ids=special)
+    return dict(sorted(raw.items())) | {"exported_by": EXPORTER}
+
+
+def _export_generation_config(model: Model) -> dict[str, Any]:
+    kept = _source_json(model, "generation_config.json")
+    eos = _eos(model, kept, complete=True)
+    return kept | ({} if eos is None else {"eos_token_id": eos})
+
+
+def _eos(model: Model, source: dict[str, Any], complete: bool = False) -> int | list[int] | None:
+    """The source's own form of the field while it says the same; else the model's ids, a lone one as a number."""
+    stored, ids = source.get("eos_token_id"), model.eos_token_ids
+    stored_ids = stored if isinstance(stored, list) else [stored]
+    if stored is not None and (set(stored_ids) == set(ids) if complete else set(stored_ids) <= set(ids)):
+        return stored
+    return None if not ids else ids[0] if len(ids) == 1 else list(ids)
+
+
+def _source_json(model: Model, name: str) -> dict[str, Any]:
+    file = None if model.files is None else model.files / name
+    return read_json(file) if file is not None and file.is_file() else {}
+
+
+def _require_free(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise UserError(f"{target}: is a file; name a directory")
+    names = [entry.name for entry in target.iterdir()]
+    if not names:
+        return
+    written = {"config.json", "generation_config.json", INDEX_FILE, *TOKENIZER_FILES}
+    foreign = sorted(name for name in names if name not in written and not re.fullmatch(r"model.*\.safetensors", name))
+    ours = "config.json" in names and read_json(target / "config.json").get("exported_by") == EXPORTER
+    if foreign or not ours:
+        why = f"holds {foreign[0]}" if foreign else "is not an export of wedlm_jax"
+        raise UserError(f"{target}: not empty and {why}, so it is not replaced; choose another directory or remove it")
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

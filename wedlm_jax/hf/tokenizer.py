@@ -1,0 +1,127 @@
+"""Tokenizer files of a directory, and the special ids that come from the caller, the configs or the tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.config import read_json, token_ids
+from wedlm_jax.model.config import ModelConfig
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def load_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none.
+
+    `tokenizer.json` is read as it stands, whatever class the config names: no code from the directory is ever run.
+    """
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return None
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    reader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        return reader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{directory}: the tokenizer files do not load ({reason}); copy or download them again") from None
+
+
+def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:
+    """Carries the files of `source` along as they are; where it has none, writes those of `tokenizer`."""
+    names = [name for name in TOKENIZER_FILES if source is not None and (source / name).is_file()]
+    for name in names:
+        shutil.copyfile(Path(source or "") / name, target / name)
+    if not names and tokenizer is not None:
+        tokenizer.save_pretrained(str(target))
+
+
+def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
+    """The ids that end a text: of generation_config.json, else of config.json, else of the tokenizer."""
+    file = directory / "generation_config.json"
+    if file.is_file() and (ids := token_ids(read_json(file).get("eos_token_id"), "eos_token_id", file)):
+        return ids
+    if ids := token_ids(raw_config.get("eos_token_id"), "eos_token_id", directory / "config.json"):
+        return ids
+    eos = getattr(tokenizer, "eos_token_id", None)
+    return () if eos is None else (eos,)
+
+
+def resolve_mask_token_id(
+    config: ModelConfig, raw_config: Mapping[str, Any], file: Path, tokenizer: Any | None, requested: int | None
+) -> int | None:
+    """The mask id: the caller's, else the one that config.json declares, else the tokenizer's, else None.
+
+    A declared id that is a real token is only warned of, and so is the caller's for a `wedlm` checkpoint: the weights were
+    trained that way. For an AR base the caller's choice is checked by `choose_mask_token_id`.
+    """
+    declared = raw_config.get("mask_token_id")
+    if declared is not None:
+        _require_in_vocabulary(declared, config, f"{file}: mask_token_id")
+    if requested is not None and requested != declared and raw_config.get("model_type") != "wedlm":
+        return choose_mask_token_id(config, tokenizer, requested)
+    chosen = declared if requested is None else requested
+    if chosen is None:
+        chosen = getattr(tokenizer, "mask_token_id", None)
+        if chosen is not None:
+            _require_in_vocabulary(chosen, config, f"{file.parent}: the tokenizer's mask token")
+        return chosen
+    _require_in_vocabulary(chosen, config, "mask_token_id")
+    if token := real_token(tokenizer, chosen):
+        warnings.warn(f"{file}: the mask id {chosen} is the real token {token!r} of the tokenizer", stacklevel=3)
+    return chosen
+
+
+def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: int | None = None) -> int:
+    """The mask id for an AR base that is to be adapted: `requested`, else the tokenizer's own, else the first free row.
+
+    Raises:
+      UserError: `requested` is a real token or not a row of the vocabulary; or no row is free (Qwen2.5 and Qwen3 pad their
+        vocabulary, so that 151665 is free in the first, but `<tool_response>` in the second).
+    """
+    if requested is not None:
+        _require_in_vocabulary(requested, config, "mask_token_id")
+        if token := real_token(tokenizer, requested):
+            raise UserError(f"mask_token_id={requested} is the real token {token!r} of the tokenizer; choose a free row")
+        return requested
+    if tokenizer is None:
+        raise UserError("mask_token_id: without a tokenizer the free rows of the vocabulary are unknown; pass an id")
+    if tokenizer.mask_token_id is not None:
+        return _require_in_vocabulary(tokenizer.mask_token_id, config, "the tokenizer's mask token")
+    first_free = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    if first_free >= config.vocab_size:
+        raise UserError(
+            f"no free row for a mask token: the tokenizer fills all vocab_size={config.vocab_size} rows; "
+            "add a mask token to the tokenizer or enlarge the vocabulary"
+        )
+    return first_free
+
+
+def real_token(tokenizer: Any | None, token_id: int) -> str | None:
+    """The text of `token_id` where it is a token of the tokenizer that is not meant as a mask."""
+    if tokenizer is None or token_id == tokenizer.mask_token_id or token_id >= len(tokenizer):
+        return None
+    token = tokenizer.convert_ids_to_tokens(token_id)
+    added = tokenizer.added_tokens_decoder.get(token_id)
+    meant_as_mask = added is not None and added.special and "mask" in added.content.lower()
+    return None if meant_as_mask else token
+
+
+def _require_in_vocabulary(token_id: Any, config: ModelConfig, name: str) -> int:
+    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < config.vocab_size:
+        raise UserError(f"{name}={token_id!r} is not a row of the vocabulary (0 to {config.vocab_size - 1})")
+    return token_id

@@ -1,0 +1,161 @@
+"""Whole models from Hugging Face directories and hub ids; `export.py` is the way back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.config import from_hf, read_json
+from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors
+from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
+from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
+from wedlm_jax.model.config import DType, ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.transformer import Transformer
+
+DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
+
+
+def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = None) -> Model:
+    """Loads an HF directory, or a hub id `owner/name` where no such local path exists.
+
+    Args:
+      path: directory with config.json, safetensors (one file, or shards and an index) and perhaps tokenizer files.
+      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; default bfloat16 on accelerators, float32 on CPU.
+      mask_token_id: overrides config.json and tokenizer.
+
+    Raises:
+      UserError: the directory is not complete, or holds what is not implemented; all tensor mismatches in one message.
+    """
+    directory = local_directory(path)
+    file = directory / "config.json"
+    raw = read_json(file)
+    config = from_hf(raw, file, resolve_dtype(dtype))
+    tokenizer = load_tokenizer(directory)
+    mask_token_id = resolve_mask_token_id(config, raw, file, tokenizer, mask_token_id)
+    eos_token_ids = resolve_eos_token_ids(directory, raw, tokenizer)
+    transformer = transformer_from(config, read_params(directory, config))
+    return Model(transformer, config, tokenizer, mask_token_id, eos_token_ids, directory)
+
+
+def resolve_dtype(dtype: Any) -> DType:
+    if dtype is None:
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in ("float32", "bfloat16"):
+        raise UserError(f"dtype={name} is not implemented; choose float32 or bfloat16")
+    return name  # type: ignore[return-value]
+
+
+def local_directory(path: str | Path) -> Path:
+    """The directory itself, or the downloaded snapshot of a hub id."""
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise UserError(f"{path}: is a file; name the directory that holds config.json")
+    if not is_hub_id(path):
+        raise UserError(f"{path}: no such directory")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.safetensors", INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES]
+        return Path(snapshot_download(str(path), allow_patterns=patterns))
+    except Exception as error:  # the hub's own errors, and those of three network layers below it
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"{path}: no such directory, and not fetched from the Hugging Face hub ({reason})") from None
+
+
+def is_hub_id(path: str | Path) -> bool:
+    """Whether `path` reads as `owner/name`: text, two parts, and no local directory called `owner`."""
+    if not isinstance(path, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+        return False
+    owner = path.partition("/")[0]
+    return owner != "runs" and not Path(owner).exists()
+
+
+def read_params(
+    directory: Path, config: ModelConfig, place: Callable[[str, np.ndarray], jax.Array] = lambda _, x: jnp.asarray(x)
+) -> dict[str, jax.Array]:
+    """Our parameters by path ("layers.mlp.up_proj.kernel"), one at a time on the host; `place` puts each on its devices."""
+    tensors = StoredTensors(directory)
+    _require_match(tensors, config)
+    if config.tie_word_embeddings and HEAD.hf in tensors.shapes:
+        if not np.array_equal(tensors.read(HEAD.hf), tensors.read(EMBEDDING.hf)):
+            raise UserError(
+                f"{directory}: config.json ties the head to the embedding, but {HEAD.hf} and {EMBEDDING.hf} differ; "
+                "set tie_word_embeddings to false or remove the head"
+            )
+    dtype = jnp.dtype(config.param_dtype)
+    params = {}
+    for row in rows(config):
+        names = row.names(config)
+        stacked = np.empty((len(names), *row.our_shape(config)), dtype)
+        for part, name in zip(stacked, names, strict=True):
+            part[...] = row.from_hf(tensors.read(name), config)
+        params[row.ours] = place(row.ours, stacked if row.stacked else stacked[0])
+    return params
+
+
+def transformer_from(config: ModelConfig, params: dict[str, jax.Array]) -> Transformer:
+    """A transformer around given parameters; nothing is initialised."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    flat = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
+    if flat.keys() != params.keys():
+        raise UserError(f"parameters do not fit the config: {', '.join(sorted(flat.keys() ^ params.keys()))}")
+    filled = [(tuple(name.split(".")), variable.replace(params[name])) for name, variable in flat.items()]
+    return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def params_of(transformer: Transformer) -> dict[str, jax.Array]:
+    """The parameters of a transformer by path."""
+    state = nnx.to_flat_state(nnx.state(transformer, nnx.Param))
+    return {".".join(map(str, path)): variable[...] for path, variable in state}
+
+
+def stored_dtype(directory: Path) -> DType:
+    """The dtype that holds every stored tensor exactly: bfloat16 where all are, else float32."""
+    return "bfloat16" if set(StoredTensors(directory).dtypes.values()) == {"BF16"} else "float32"
+
+
+def _require_match(tensors: StoredTensors, config: ModelConfig) -> None:
+    needed = {name: row.hf_shape(config) for row in rows(config) for name in row.names(config)}
+    allowed = {HEAD.hf: HEAD.hf_shape(config)} | needed
+    held = {name: shape for name, shape in tensors.shapes.items() if not DERIVED_BUFFER.fullmatch(name)}
+    extra = held.keys() - allowed.keys() if config.tie_word_embeddings else held.keys() - needed.keys()
+    misshapen: dict[str, list[str]] = {}
+    for name in held.keys() & allowed.keys():
+        if held[name] != allowed[name]:
+            misshapen.setdefault(f"is {list(held[name])}, needs {list(allowed[name])}", []).append(name)
+    problems = []
+    if missing := needed.keys() - held.keys():
+        problems.append(f"missing {_names(missing)}")
+    if extra:
+        problems.append(f"extra {_names(extra)}")
+    problems += [f"misshapen {_names(names)} ({shapes})" for shapes, names in sorted(misshapen.items())]
+    if problems:
+        raise UserError(f"{tensors.directory}: the tensors do not fit config.json: {'; '.join(problems)}")
+
+
+def _names(names: Iterable[str]) -> str:
+    """Tensor names on one line, the layers of one pattern together: `model.layers.{0,1}.mlp.up_proj.weight`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        pattern, layer = re.sub(r"(?<=\.layers\.)\d+", "{}", name), re.search(r"(?<=\.layers\.)\d+", name)
+        layers.setdefault(pattern, []).extend([int(layer[0])] if layer else [])
+    shown = [
+        pattern.replace("{}", str(numbers[0]) if len(numbers) == 1 else "{" + ",".join(map(str, sorted(numbers))) + "}")
+        for pattern, numbers in sorted(layers.items())
+    ]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
