@@ -1,0 +1,48 @@
+"""Block-wise decoding, the usual scheme of masked diffusion models, over the same reordered causal window."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.sampling import sample
+from wedlm_jax.decode.selection import select_by_confidence
+from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
+from wedlm_jax.decode.window import window_forward
+from wedlm_jax.model.transformer import Transformer
+
+
+def blockwise_step(
+    transformer: Transformer, state: DecodeState, settings: RowSettings
+) -> tuple[DecodeState, StepRecord]:
+    """Fills masks of the current block by confidence; a block is emitted when it is full.
+
+    The next block's first forward also feeds the full block, to cache it: slots 0 .. J - 1 then hold the old block and
+    the next one lies behind. The last block is cut to what max_new_tokens leaves.
+    """
+    slots = state.slots
+    full = jnp.all(state.filled | (slots >= settings.block_size[:, None]), axis=1)
+    lead = jnp.where(full, settings.block_size, 0)
+    block = jnp.minimum(settings.block_size, settings.max_new_tokens - state.generated)
+    fed = lead + block
+    before = state
+    state, logits = window_forward(transformer, state, settings, fed)
+
+    confidence = jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+    in_block = (slots >= lead[:, None]) & (slots < fed[:, None])
+    masked = ~state.filled & in_block & state.running[:, None]
+    filling = select_by_confidence(confidence, masked, settings.confidence_threshold)
+    tokens = sample(logits, state.length[:, None] + slots, settings)
+    state = dataclasses.replace(
+        state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling
+    )
+    state = advance(state, jnp.where(state.running, lead, 0))
+    done = jnp.all(state.filled | (slots >= block[:, None]), axis=1)
+    state, kept = emit(state, settings, state.window, jnp.where(done, block, 0))
+    record = StepRecord(
+        before.length, before.window, before.filled, fed, confidence, filling, tokens, kept, before.running
+    )
+    return state, record

@@ -1,0 +1,152 @@
+"""DecodeConfig: what a user chooses for one completion, and RowSettings: the same as traced arrays, one entry a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wedlm_jax.errors import UserError
+
+Decoder = Literal["streaming", "verified", "blockwise", "ar"]
+Refill = Literal["eager", "paper"]
+STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Settings of one completion. Only `decoder`, `refill` and the size buckets are compiled in; the rest is traced."""
+
+    decoder: Decoder = "streaming"
+    window_size: int = 16  # W: masks in play (streaming, verified)
+    entropy_threshold: float | None = 0.4  # tau in nats: fill what lies below; None = one a step, inf = all
+    distance_penalty: float = 0.02  # lambda in nats per slot right of the leftmost mask (Eq. 11)
+    refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
+    block_size: int = 32  # J (blockwise)
+    confidence_threshold: float = 0.9  # fill what is at least as probable (blockwise); 0 = one a step
+    max_new_tokens: int = 256
+    temperature: float = 0.0  # 0 = greedy
+    top_k: int = 0  # 0 = off; filters come in the order top-k, top-p, temperature
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] | None = None  # None = the model's end-of-sequence ids; a tuple = exactly these
+    stop: tuple[str, ...] = ()  # stop strings, dropped from the text
+    mask_token_id: int | None = None  # None = the model's
+    ban_mask: bool = True  # never sample the mask id
+    seed: int = 0  # row k of a call draws from fold_in(key(seed), k)
+
+    def __post_init__(self) -> None:
+        for name, choices in (("decoder", Decoder.__args__), ("refill", Refill.__args__)):  # type: ignore[attr-defined]
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        for name in ("window_size", "block_size", "max_new_tokens"):
+            if _integer(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
+        if _integer(self, "top_k") < 0:
+            raise UserError(f"top_k={self.top_k}: must be 0 (off) or more")
+        _integer(self, "seed")
+        # `not (x >= 0)` instead of `x < 0`, so that NaN is refused too.
+        for name in ("distance_penalty", "temperature"):
+            if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
+                raise UserError(f"{name}={getattr(self, name)}: must be a finite number of at least 0")
+        if self.entropy_threshold is not None and not _number(self, "entropy_threshold") >= 0:
+            raise UserError(f"entropy_threshold={self.entropy_threshold}: must be at least 0, inf, or None for one a step")
+        if not 0 <= _number(self, "confidence_threshold") <= 1:
+            raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
+        if not 0 < _number(self, "top_p") <= 1:
+            raise UserError(f"top_p={self.top_p}: must lie in (0, 1]")
+        if isinstance(self.stop, str) or any(not isinstance(s, str) or not s for s in self.stop):
+            raise UserError(f"stop={self.stop!r}: must be a tuple of non-empty strings")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if self.stop_ids is not None:
+            object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+
+    @property
+    def uses_masks(self) -> bool:
+        return self.decoder != "ar"
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the last prompt token is fed by the first decode forward instead of prefill (AR and verified)."""
+        return self.decoder in ("ar", "verified")
+
+    @property
+    def slots(self) -> int:
+        """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into."""
+        if self.decoder == "ar":
+            return 1
+        if self.decoder == "blockwise":
+            return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
+        bucket = _power_of_two(self.window_size)
+        return bucket if self.decoder == "streaming" and self.refill == "paper" else 2 * bucket
+
+
+def _integer(config: DecodeConfig, name: str) -> int:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise UserError(f"{name}={value!r}: must be an integer")
+    return int(value)
+
+
+def _number(config: DecodeConfig, name: str) -> float:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise UserError(f"{name}={value!r}: must be a number")
+    return float(value)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RowSettings:
+    """The traced settings of B rows."""
+
+    window_size: jax.Array  # int32 [B]
+    entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
+    distance_penalty: jax.Array  # float32 [B]
+    block_size: jax.Array  # int32 [B]
+    confidence_threshold: jax.Array  # float32 [B]; inf = one a step
+    max_new_tokens: jax.Array  # int32 [B]
+    temperature: jax.Array  # float32 [B]
+    top_k: jax.Array  # int32 [B]; 0 = off
+    top_p: jax.Array  # float32 [B]
+    stop_ids: jax.Array  # int32 [B, n], padded with -1
+    mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
+    ban_mask: jax.Array  # bool [B]
+    key: jax.Array  # PRNG keys [B]
+
+    @classmethod
+    def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
+        """Stacks configs whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed the noise."""
+
+        def column(name: str, dtype: str) -> jax.Array:
+            return jnp.asarray([getattr(c, name) for c in configs], dtype)
+
+        longest = max(len(c.stop_ids or ()) for c in configs)
+        width = max(-(-longest // STOP_ID_SLOTS), 1) * STOP_ID_SLOTS
+        stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
+        keys = [jax.random.fold_in(jax.random.key(c.seed), row) for c, row in zip(configs, rows, strict=True)]
+        return cls(
+            window_size=column("window_size", "int32"),
+            entropy_threshold=jnp.asarray(
+                [-math.inf if c.entropy_threshold is None else c.entropy_threshold for c in configs], "float32"
+            ),
+            distance_penalty=column("distance_penalty", "float32"),
+            block_size=column("block_size", "int32"),
+            confidence_threshold=jnp.asarray([c.confidence_threshold or math.inf for c in configs], "float32"),
+            max_new_tokens=column("max_new_tokens", "int32"),
+            temperature=column("temperature", "float32"),
+            top_k=column("top_k", "int32"),
+            top_p=column("top_p", "float32"),
+            stop_ids=jnp.asarray(stop_ids, "int32"),
+            mask_token_id=jnp.asarray([-1 if c.mask_token_id is None else c.mask_token_id for c in configs], "int32"),
+            ban_mask=column("ban_mask", "bool"),
+            key=jnp.stack(keys),
+        )

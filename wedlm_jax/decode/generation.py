@@ -1,0 +1,243 @@
+"""generate and stream: prompts in, completions out, over any decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.decode.config import DecodeConfig, RowSettings
+from wedlm_jax.decode.loop import run, run_stepwise, start
+from wedlm_jax.decode.prompts import Prompt, encode_prompt
+from wedlm_jax.decode.state import STOPPED, DecodeState
+from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.decode.trace import trace_entry
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.handle import Model
+
+SMALLEST_BUCKET = 16  # lengths are rounded up to this times a power of two, so that few shapes are compiled
+
+
+class Request(NamedTuple):
+    """One row to decode: everything checked and resolved."""
+
+    prompt: list[int]
+    config: DecodeConfig  # stop_ids and mask_token_id resolved
+    row: int  # its number in the call, which seeds its noise
+
+
+class Commit(NamedTuple):
+    """What `stream` yields: tokens that will not change any more, and the text that they complete."""
+
+    ids: list[int]
+    text: str | None
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    config: DecodeConfig | Sequence[DecodeConfig] = DecodeConfig(),
+    n: int = 1,
+    trace: bool = False,
+) -> list[Completion]:
+    """Completes every prompt `n` times; prompts of one decoder and bucket run as one batch.
+
+    Args:
+      model: from `wedlm_jax.load`.
+      prompts: text, lists of messages, or lists of token ids.
+      config: one for all prompts, or one for each.
+      n: completions a prompt; they differ where the temperature is above 0.
+      trace: also return what every forward did (slower: the loop then runs from Python).
+
+    Returns:
+      completions in the order of the prompts, the `n` of a prompt side by side.
+
+    Raises:
+      UserError: for an empty prompt, an id out of range, a prompt that leaves no room for max_new_tokens in the model's
+        context, a decoder that needs a mask id where the model has none, or a batch that does not fit in memory.
+    """
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer, dict))):
+        raise UserError("prompts must be a list of prompts: wrap a single one in a list")
+    if n < 1:
+        raise UserError(f"n={n}: must be at least 1")
+    configs = [config] * len(prompts) if isinstance(config, DecodeConfig) else list(config)
+    if len(configs) != len(prompts):
+        raise UserError(f"{len(configs)} configs for {len(prompts)} prompts: give one, or one for each")
+    requests = [
+        make_request(model, prompt, c, row=i * n + k, name=f"prompt {i}")
+        for i, (prompt, c) in enumerate(zip(prompts, configs, strict=True))
+        for k in range(n)
+    ]
+    groups: dict[tuple, list[Request]] = {}
+    for request in requests:
+        c = request.config
+        groups.setdefault((c.decoder, c.refill, c.slots, bool(c.stop)), []).append(request)
+    completions: dict[int, Completion] = {}
+    for group in groups.values():
+        for request, completion in zip(group, _decode_batch(model, group, trace), strict=True):
+            completions[request.row] = completion
+    return [completions[row] for row in range(len(requests))]
+
+
+def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
+    """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
+    request = make_request(model, prompt, config, row=0, name="prompt")
+    batch = _Batch(model, [request])
+    sent_ids, sent_text = 0, ""
+    for state, _ in batch.stepwise():
+        ids, finished = batch.ids(state)[0], not bool(state.running[0])
+        text = None if model.tokenizer is None else batch.text(request, ids, finished)
+        piece = None
+        if text is not None:
+            stable = text if finished else _stable_prefix(text, config.stop)
+            piece = stable[len(sent_text) :]
+            sent_text = stable
+        if len(ids) > sent_ids or piece:
+            yield Commit(ids[sent_ids:], piece)
+            sent_ids = len(ids)
+
+
+def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
+    """Checks one prompt with its settings and resolves what the model decides: stop ids and the mask id."""
+    ids = encode_prompt(model, prompt, name)
+    context = model.config.max_position_embeddings
+    if len(ids) + config.max_new_tokens > context:
+        raise UserError(
+            f"{name}: {len(ids)} prompt tokens + max_new_tokens={config.max_new_tokens} exceed the model's context of "
+            f"{context}; shorten the prompt or lower max_new_tokens"
+        )
+    mask_token_id = None
+    if config.uses_masks or model.mask_token_id is not None or config.mask_token_id is not None:
+        mask_token_id = model.require_mask_token_id() if config.mask_token_id is None else config.mask_token_id
+        if not 0 <= mask_token_id < model.config.vocab_size:
+            raise UserError(f"mask_token_id={mask_token_id} is not in the vocabulary [0, {model.config.vocab_size})")
+    if config.stop and model.tokenizer is None:
+        raise UserError("stop strings need a tokenizer, and this model has none: use stop_ids")
+    stop_ids = model.eos_token_ids if config.stop_ids is None else config.stop_ids
+    config = dataclasses.replace(config, stop_ids=tuple(stop_ids), mask_token_id=mask_token_id)
+    return Request(ids, config, row)
+
+
+class _Batch:
+    """Requests of one decoder and window bucket, prefilled and ready to run."""
+
+    def __init__(self, model: Model, requests: Sequence[Request]):
+        self.model, self.requests = model, requests
+        config = requests[0].config
+        self.graph, self.params = nnx.split(model.transformer)
+        self.static = {"decoder": config.decoder, "refill": config.refill}
+        self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
+        width = _bucket(max(len(r.prompt) for r in requests))
+        prompts = np.zeros((len(requests), width), np.int32)
+        for row, request in enumerate(requests):
+            prompts[row, : len(request.prompt)] = request.prompt
+        self.state = start(
+            self.graph,
+            self.params,
+            jnp.asarray(prompts),
+            jnp.asarray([len(r.prompt) for r in requests], jnp.int32),
+            slots=config.slots,
+            output_slots=_bucket(max(r.config.max_new_tokens for r in requests)),
+            holds_back=config.holds_back,
+        )
+
+    def run(self) -> DecodeState:
+        return run(self.graph, self.params, self.state, self.settings, **self.static)
+
+    def stepwise(self) -> Iterator[tuple[DecodeState, object]]:
+        """`run_stepwise`, ending rows whose text holds a stop string."""
+        steps = run_stepwise(self.graph, self.params, self.state, self.settings, **self.static)
+        has_stop = any(r.config.stop for r in self.requests)
+        try:
+            state, record = next(steps)
+            while True:
+                if has_stop:
+                    state = self._end_at_stop_strings(state)
+                yield state, record
+                state, record = steps.send(state)
+        except StopIteration:
+            return
+
+    def ids(self, state: DecodeState) -> list[list[int]]:
+        output, generated = np.asarray(state.output), np.asarray(state.generated)
+        return [output[row, :count].tolist() for row, count in enumerate(generated)]
+
+    def text(self, request: Request, ids: list[int], finished: bool) -> str:
+        """The text of `ids` without a final stop id, cut before the first stop string."""
+        if finished and ids and ids[-1] in (request.config.stop_ids or ()):
+            ids = ids[:-1]
+        text = self.model.tokenizer.decode(ids)
+        return text[: _first_stop(text, request.config.stop)]
+
+    def completions(self, state: DecodeState) -> list[Completion]:
+        finish, forwards, processed = (np.asarray(x) for x in (state.finish, state.forwards, state.processed))
+        return [
+            Completion(
+                ids=ids,
+                finish_reason="stop" if finish[row] == STOPPED else "length",
+                stats=Stats(len(ids), int(forwards[row]), int(processed[row])),
+                text=None if self.model.tokenizer is None else self.text(request, ids, finished=True),
+            )
+            for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True))
+        ]
+
+    def _end_at_stop_strings(self, state: DecodeState) -> DecodeState:
+        generated, finish = np.array(state.generated), np.array(state.finish)
+        for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True)):
+            if finish[row] == STOPPED or not request.config.stop:
+                continue
+            if _first_stop(self.model.tokenizer.decode(ids), request.config.stop) is not None:
+                # Keep the fewest tokens whose text holds the stop string.
+                kept = next(
+                    k
+                    for k in range(1, len(ids) + 1)
+                    if _first_stop(self.model.tokenizer.decode(ids[:k]), request.config.stop) is not None
+                )
+                generated[row], finish[row] = kept, STOPPED
+        return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
+
+
+def _decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
+    traces: list[list[dict]] = [[] for _ in requests]
+    try:
+        batch = _Batch(model, requests)
+        if trace or requests[0].config.stop:
+            for state, record in batch.stepwise():
+                for row in np.flatnonzero(np.asarray(record.running)) if trace else ():
+                    traces[row].append(trace_entry(record, int(row)))
+        else:
+            state = batch.run()
+        completions = batch.completions(state)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        config = requests[0].config
+        raise UserError(
+            f"out of memory with a batch of {len(requests)} and a window of {config.window_size} (max_new_tokens="
+            f"{config.max_new_tokens}): pass fewer prompts at a time, or lower window_size or max_new_tokens"
+        ) from error
+    if not trace:
+        return completions
+    return [dataclasses.replace(c, trace=t) for c, t in zip(completions, traces, strict=True)]
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first stop string begins, or None."""
+    places = [place for place in (text.find(s) for s in stop) if place >= 0]
+    return min(places, default=None)
+
+
+def _stable_prefix(text: str, stop: Sequence[str]) -> str:
+    """The part of unfinished text that later tokens cannot change: no half character, no beginning of a stop string."""
+    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    held = max((k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    return text[: len(text) - held]
+
+
+def _bucket(n: int) -> int:
+    return SMALLEST_BUCKET << max(0, (-(-n // SMALLEST_BUCKET) - 1).bit_length())

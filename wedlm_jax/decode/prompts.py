@@ -1,0 +1,51 @@
+"""Prompts: text, chat messages or token ids, turned into checked token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.handle import Model
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
+    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template, ids checked.
+
+    Raises:
+      UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
+    """
+    if isinstance(prompt, str):
+        ids = _tokenizer(model, name).encode(prompt, add_special_tokens=False)
+    elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
+        ids = _apply_template(model, prompt, name)
+    elif all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
+        ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+    else:
+        raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {prompt!r:.80}")
+    if not ids:
+        raise UserError(f"{name} is empty: give at least one token")
+    for i in ids:
+        if not 0 <= i < model.config.vocab_size:
+            raise UserError(f"{name}: token id {i} is not in the vocabulary [0, {model.config.vocab_size})")
+    return ids
+
+
+def _apply_template(model: Model, messages: Sequence[Mapping[str, str]], name: str) -> list[int]:
+    tokenizer = _tokenizer(model, name)
+    if not tokenizer.chat_template:
+        raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of the checkpoint and raise whatever they like
+        raise UserError(f"{name}: the chat template refuses these messages: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _tokenizer(model: Model, name: str):
+    if model.tokenizer is None:
+        raise UserError(f"{name}: this model has no tokenizer; pass token ids instead of text")
+    return model.tokenizer

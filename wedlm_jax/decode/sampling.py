@@ -1,0 +1,64 @@
+"""Which token a slot gets: greedy, or by noise that is fixed for each row and absolute position."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.decode.config import RowSettings
+
+
+def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> jax.Array:
+    """argmax(filtered logits / T + Gumbel noise of (row, position)); plain argmax where the temperature is 0.
+
+    The noise depends on nothing else, so decoders that reach the same logits at a position draw the same token there:
+    that is why verified decoding equals AR at any temperature (coupled noise; the Gumbel-max trick makes it a fair draw).
+
+    Args:
+      logits: float32 [B, T, V].
+      positions: int32 [B, T], the absolute position that each drawn token will have.
+      settings: of the B rows.
+
+    Returns:
+      tokens int32 [B, T].
+    """
+    chex.assert_shape(positions, logits.shape[:2])
+    vocabulary = jnp.arange(logits.shape[-1])
+    banned = settings.ban_mask[:, None] & (vocabulary[None, :] == settings.mask_token_id[:, None])
+    logits = jnp.where(banned[:, None, :], -jnp.inf, logits)
+    greedy = jnp.argmax(logits, axis=-1)
+
+    def draw() -> jax.Array:
+        def noise(key: jax.Array, row_positions: jax.Array) -> jax.Array:
+            keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(row_positions)
+            return jax.vmap(lambda k: jax.random.gumbel(k, vocabulary.shape))(keys)
+
+        temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
+        filtered = filter_logits(logits, settings.top_k, settings.top_p) / temperature[:, None, None]
+        drawn = jnp.argmax(filtered + jax.vmap(noise)(settings.key, positions), axis=-1)
+        return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
+
+    return jax.lax.cond(jnp.any(settings.temperature > 0), draw, lambda: greedy).astype(jnp.int32)
+
+
+def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Sets to -inf what top-k, and then top-p on what is left, exclude.
+
+    Args:
+      logits: float32 [B, T, V].
+      top_k: int32 [B]; 0 = off. Ties with the k-th are kept.
+      top_p: float32 [B]; the token that crosses the limit is kept.
+    """
+    V = logits.shape[-1]
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
+    descending = -jnp.sort(-logits, axis=-1)
+    kth = jnp.take_along_axis(descending, (k - 1)[:, None, None], axis=-1)
+    logits = jnp.where(logits < kth, -jnp.inf, logits)
+
+    order = jnp.argsort(-logits, axis=-1, stable=True)
+    p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    keep_sorted = (before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
+    keep = jnp.take_along_axis(keep_sorted, jnp.argsort(order, axis=-1), axis=-1)
+    return jnp.where(keep, logits, -jnp.inf)

@@ -1,0 +1,44 @@
+"""What a completion returns, with one definition of its counters for every decoder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counters of one row.
+
+    Streaming and block-wise prefill the whole prompt; AR and verified hold its last token back for the first forward, so
+    that AR is exactly 1 in both ratios. Streaming feeds every token at least twice, as a mask and as itself, so its
+    p_cache stays at or below 1/2.
+    """
+
+    generated_tokens: int  # up to and with the first stop id
+    forwards: int  # decode forwards that the row took part in, prefill not counted
+    tokens_processed: int  # token instances in those forwards; real slots, never static padding
+
+    @property
+    def p_cache(self) -> float:
+        """Eq. 4: generated tokens over token instances processed."""
+        return self.generated_tokens / max(self.tokens_processed, 1)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        return self.generated_tokens / max(self.forwards, 1)
+
+    def as_dict(self) -> dict[str, float]:
+        ratios = {"p_cache": self.p_cache, "tokens_per_forward": self.tokens_per_forward}
+        return {**dataclasses.asdict(self), **ratios}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """The tokens that follow one prompt."""
+
+    ids: list[int]  # with the stop id, where one ended it
+    finish_reason: Literal["stop", "length"]
+    stats: Stats
+    text: str | None = None  # without the stop id or stop string; None without a tokenizer
+    trace: list[dict[str, Any]] | None = None  # one entry a forward, where asked for: see decode/trace.py
