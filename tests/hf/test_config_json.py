@@ -1,0 +1,204 @@
+"""config.json <-> ModelConfig: old and new keys, defaults of the reference classes, and every field that is not implemented."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.config import from_hf, read_json, to_hf
+from wedlm_jax.model.config import ModelConfig
+
+FILE = Path("somewhere/config.json")
+RAW = {
+    "model_type": "qwen3",
+    "vocab_size": 220,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 777,
+    "tie_word_embeddings": True,
+}
+
+
+def without(*names: str) -> dict:
+    return {name: value for name, value in RAW.items() if name not in names}
+
+
+def test_reads_every_field_that_the_forward_pass_needs():
+    assert from_hf(RAW, FILE, "bfloat16") == ModelConfig(
+        vocab_size=220,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=20,
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=777,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        qk_norm=True,
+        dtype="bfloat16",
+        param_dtype="bfloat16",
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+        {"rope_theta": 500000, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
+    ],
+)
+def test_old_and_new_rope_keys_say_the_same(fields):
+    assert from_hf(without("rope_theta") | fields, FILE) == from_hf(RAW, FILE)
+
+
+def test_old_and_new_rope_keys_that_differ_are_refused():
+    with pytest.raises(UserError, match="rope_theta=500000.0 and rope_parameters.rope_theta=1.0 differ"):
+        from_hf(RAW | {"rope_parameters": {"rope_theta": 1.0}}, FILE)
+
+
+def test_a_file_without_rope_theta_means_ten_thousand():
+    assert from_hf(without("rope_theta"), FILE).rope_theta == 10_000.0
+
+
+def test_qwen2_always_has_the_bias_and_derives_its_head_dim():
+    config = from_hf(without("head_dim") | {"model_type": "qwen2"}, FILE)
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (True, False, 12)
+    assert from_hf(RAW | {"model_type": "qwen2"}, FILE).head_dim == 20
+
+
+def test_qwen3_without_head_dim_means_128():
+    assert from_hf(without("head_dim"), FILE).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("fields", "bias", "norm"),
+    [
+        ({}, True, False),  # the defaults of the official class
+        ({"attention_bias": False, "qk_norm": True}, False, True),
+        ({"attention_bias": True, "qk_norm": False}, True, False),
+        ({"qk_norm": True}, True, True),
+    ],
+)
+def test_wedlm_reads_bias_and_norm_from_its_own_fields(fields, bias, norm):
+    config = from_hf(RAW | {"model_type": "wedlm"} | fields, FILE)
+    assert (config.qkv_bias, config.qk_norm) == (bias, norm)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5, "rope_type": "default"}}},
+        {"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}},
+        {"partial_rotary_factor": 0.5},
+        {"use_sliding_window": True},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": ["linear_attention", "full_attention"]},
+        {"hidden_act": "gelu"},
+        {"mlp_bias": True},
+        {"attention_bias": True},
+        {"num_experts": 8},
+        {"num_local_experts": 8},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"final_logit_softcapping": 30.0},
+        {"dual_chunk_attention_config": {"chunk_size": 8}},
+        {"is_causal": False},
+        {"model_type": "qwen3_moe"},
+        {"model_type": "llama"},
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_file_and_field(fields):
+    with pytest.raises(UserError) as error:
+        from_hf(RAW | fields, FILE)
+    message = str(error.value)
+    assert message.startswith(f"{FILE}: ") and next(iter(fields)) in message and "not implemented" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"attention_bias": False, "hidden_act": "silu", "num_experts": None},
+    ],
+)
+def test_neutral_values_are_accepted(fields):
+    assert from_hf(RAW | fields, FILE) == from_hf(RAW, FILE)
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+)
+def test_a_missing_field_is_named(name):
+    with pytest.raises(UserError, match=f"config.json: missing field {name}$"):
+        from_hf(without(name), FILE)
+
+
+def test_all_missing_fields_are_named_at_once():
+    with pytest.raises(UserError, match="missing field vocab_size, hidden_size$"):
+        from_hf(without("vocab_size", "hidden_size"), FILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("vocab_size", "220"), ("hidden_size", -1), ("num_hidden_layers", 2.0), ("rope_theta", "1e6"), ("tie_word_embeddings", 1)],
+)
+def test_a_field_of_the_wrong_type_is_named(name, value):
+    with pytest.raises(UserError, match=f"config.json: {name}="):
+        from_hf(RAW | {name: value}, FILE)
+
+
+def test_an_impossible_shape_names_the_file():
+    with pytest.raises(UserError, match="config.json: .*num_kv_heads=3"):
+        from_hf(RAW | {"num_key_value_heads": 3}, FILE)
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+def test_an_unreadable_config_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match="config.json: "):
+        read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("arch", "bias", "norm"), [("wedlm", True, False), ("wedlm", False, True), ("qwen3", False, True), ("qwen2", True, False)]
+)
+def test_export_and_reading_back_is_the_identity(arch, bias, norm):
+    config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
+    raw = json.loads(json.dumps(to_hf(config, arch, mask_token_id=7, special_ids={"eos_token_id": 3, "bos_token_id": None})))
+    assert from_hf(raw, FILE) == config
+    assert (raw["mask_token_id"], raw["eos_token_id"], "bos_token_id" in raw) == (7, 3, False)
+    assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 5e5
+    assert raw["dtype"] == raw["torch_dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arch", "bias", "norm", "mend"),
+    [
+        ("qwen2", False, True, "choose qwen3 or wedlm"),
+        ("qwen3", True, False, "choose qwen2 or wedlm"),
+        ("wedlm", True, True, "cannot hold a qkv bias and a qk norm together"),
+        ("llama", False, True, "choose wedlm, qwen3 or qwen2"),
+    ],
+)
+def test_an_arch_that_would_run_another_forward_pass_is_refused(arch, bias, norm, mend):
+    config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
+    with pytest.raises(UserError, match=mend):
+        to_hf(config, arch, mask_token_id=None, special_ids={})

@@ -1,0 +1,142 @@
+"""Tokenizer files, the mask id and the end ids: who decides, and which collisions are errors."""
+
+import json
+import warnings
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.export import save_hf
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
+from wedlm_jax.hf.weights import load_hf
+from wedlm_jax.model.config import ModelConfig
+
+CONFIG = ModelConfig(vocab_size=220, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+
+
+def tokenizer(words: int = 200, **special) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer with `words` ordinary tokens w0, w1, ... and further special ones."""
+    backend = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def test_caller_then_config_then_tokenizer_then_none(copy_of):
+    directory = copy_of("qwen3_plain")
+    assert load_hf(directory).mask_token_id is None
+    tokenizer(mask_token="<|mask|>").save_pretrained(directory)
+    assert load_hf(directory).mask_token_id == 200
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"mask_token_id": 210}))
+    assert load_hf(directory).mask_token_id == 210
+    assert load_hf(directory, mask_token_id=211).mask_token_id == 211
+
+
+def test_caller_may_choose_any_row_where_there_is_no_tokenizer(copy_of):
+    assert load_hf(copy_of("qwen3_plain"), mask_token_id=0).mask_token_id == 0
+
+
+@pytest.mark.parametrize("mask_token_id", [-1, 220, True, "5"])
+def test_outside_the_vocabulary_is_refused(copy_of, mask_token_id):
+    with pytest.raises(UserError, match="is not a row of the vocabulary \\(0 to 219\\)"):
+        load_hf(copy_of("qwen3_plain"), mask_token_id=mask_token_id)
+    with pytest.raises(UserError, match="config.json: mask_token_id=.* is not a row"):
+        load_hf(copy_of("wedlm_qwen3", mask_token_id=256))
+
+
+def test_a_declared_real_token_is_a_warning(copy_of):
+    directory = copy_of("wedlm_qwen3", mask_token_id=7)
+    tokenizer().save_pretrained(directory)
+    with pytest.warns(UserWarning, match="mask id 7 is the real token 'w7'"):
+        assert load_hf(directory).mask_token_id == 7
+
+
+def test_a_declared_free_row_or_mask_token_is_no_warning(copy_of):
+    directory = copy_of("wedlm_qwen3", mask_token_id=200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokenizer().save_pretrained(directory)
+        load_hf(directory)
+        tokenizer(additional_special_tokens=["<|MASK|>"]).save_pretrained(directory)
+        load_hf(directory)
+
+
+def test_for_an_ar_base_the_callers_collision_is_an_error(copy_of):
+    directory = copy_of("qwen3_plain")
+    tokenizer(additional_special_tokens=["<tool_response>"]).save_pretrained(directory)
+    with pytest.raises(UserError, match="mask_token_id=200 is the real token '<tool_response>' of the tokenizer; choose a free"):
+        load_hf(directory, mask_token_id=200)
+    assert load_hf(directory, mask_token_id=201).mask_token_id == 201
+
+
+def test_for_an_adapted_model_the_callers_collision_is_a_warning(copy_of):
+    directory = copy_of("wedlm_qwen3", mask_token_id=...)
+    tokenizer().save_pretrained(directory)
+    with pytest.warns(UserWarning, match="real token 'w9'"):
+        assert load_hf(directory, mask_token_id=9).mask_token_id == 9
+
+
+def test_choosing_takes_the_tokenizers_mask_then_the_first_free_row():
+    assert choose_mask_token_id(CONFIG, tokenizer()) == 200
+    assert choose_mask_token_id(CONFIG, tokenizer(additional_special_tokens=["<a>", "<b>"])) == 202
+    assert choose_mask_token_id(CONFIG, tokenizer(mask_token="<m>", additional_special_tokens=["<b>"])) in (200, 201)
+    assert choose_mask_token_id(CONFIG, tokenizer(), 215) == 215
+    assert choose_mask_token_id(CONFIG, None, 3) == 3
+
+
+def test_choosing_refuses_collisions_full_vocabularies_and_guesses():
+    with pytest.raises(UserError, match="real token 'w3'"):
+        choose_mask_token_id(CONFIG, tokenizer(), 3)
+    with pytest.raises(UserError, match="fills all vocab_size=220 rows"):
+        choose_mask_token_id(CONFIG, tokenizer(220))
+    with pytest.raises(UserError, match="without a tokenizer"):
+        choose_mask_token_id(CONFIG, None)
+    with pytest.raises(UserError, match="mask_token_id=220 is not a row"):
+        choose_mask_token_id(CONFIG, tokenizer(), 220)
+
+
+def test_end_ids_come_from_generation_config_then_config_then_tokenizer(copy_of):
+    directory = copy_of("qwen3_plain")
+    assert load_hf(directory).eos_token_ids == ()
+    tokenizer(eos_token="<|end|>").save_pretrained(directory)
+    assert load_hf(directory).eos_token_ids == (200,)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"eos_token_id": 5}))
+    assert load_hf(directory).eos_token_ids == (5,)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert load_hf(directory).eos_token_ids == (6, 7)
+
+
+def test_end_ids_that_are_no_ids_are_named(copy_of):
+    directory = copy_of("qwen3_plain")
+    (directory / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(UserError, match="generation_config.json: eos_token_id="):
+        load_hf(directory)
+
+
+def test_tokenizer_files_are_carried_along_unchanged(copy_of, tmp_path):
+    directory = copy_of("qwen3_plain")
+    tokenizer(eos_token="<|end|>").save_pretrained(directory)
+    save_hf(load_hf(directory), tmp_path / "out", "qwen3")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (directory / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert load_tokenizer(tmp_path / "out")("w1 w2")["input_ids"] == [1, 2]
+
+
+def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):
+    model = load_hf(copy_of("qwen3_plain"))
+    model.tokenizer, model.files = tokenizer(eos_token="<|end|>", pad_token="w1"), None
+    save_hf(model, tmp_path / "out", "qwen3")
+    again = load_hf(tmp_path / "out")
+    assert again.tokenizer.get_vocab() == model.tokenizer.get_vocab()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["pad_token_id"] == 1
+
+
+def test_a_broken_tokenizer_is_one_line(copy_of):
+    directory = copy_of("qwen3_plain")
+    (directory / "tokenizer.json").write_text("{broken")
+    with pytest.raises(UserError, match="the tokenizer files do not load") as error:
+        load_hf(directory)
+    assert "\n" not in str(error.value)
