@@ -79,7 +79,7 @@ def generate(
         groups.setdefault((c.decoder, c.refill, c.slots, bool(c.stop)), []).append(request)
     completions: dict[int, Completion] = {}
     for group in groups.values():
-        for request, completion in zip(group, _decode_batch(model, group, trace), strict=True):
+        for request, completion in zip(group, decode_batch(model, group, trace), strict=True):
             completions[request.row] = completion
     return [completions[row] for row in range(len(requests))]
 
@@ -202,7 +202,8 @@ class _Batch:
         return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
 
 
-def _decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
+def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
+    """Decodes requests of one decoder, refill rule and window bucket as one batch."""
     traces: list[list[dict]] = [[] for _ in requests]
     try:
         batch = _Batch(model, requests)
