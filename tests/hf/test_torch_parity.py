@@ -1,0 +1,86 @@
+"""What we export, stock transformers loads, and computes the same: logits, and greedy AR token for token."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import wedlm_jax
+from wedlm_jax.hf.export import save_hf
+from wedlm_jax.hf.weights import load_hf
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.transformer import Transformer
+
+from .conftest import ORACLE
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+EXPORTS = {
+    "qwen3": dict(qkv_bias=False, qk_norm=True, head_dim=24, tie_word_embeddings=True, rope_theta=1e6),
+    "qwen2": dict(qkv_bias=True, qk_norm=False, head_dim=16, tie_word_embeddings=False, rope_theta=1e4),
+}
+
+
+@pytest.fixture(params=EXPORTS)
+def exported(request, tmp_path):
+    """A model with random weights (biases and norms too), and the directory of its export."""
+    config = ModelConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=112,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        rms_norm_eps=1e-5,
+        matmul_precision="highest",
+        **EXPORTS[request.param],
+    )
+    transformer = Transformer(config, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    for _, param in nnx.to_flat_state(nnx.state(transformer, nnx.Param)):
+        noise = jnp.asarray(rng.normal(size=param.shape), jnp.float32)
+        param[...] = param[...] + 0.1 * noise
+    save_hf(Model(transformer, config), tmp_path / "out", request.param)
+    return Model(transformer, config), tmp_path / "out", request.param
+
+
+def test_auto_model_reads_the_export_and_gives_our_logits(exported):
+    model, directory, arch = exported
+    other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    assert type(other).__name__ == {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[arch]
+    tokens = np.random.default_rng(1).integers(0, 300, (2, 40))
+    with torch.no_grad():
+        expected = other(torch.from_numpy(tokens)).logits.numpy()
+    ours = model(jnp.asarray(tokens), positions=jnp.broadcast_to(jnp.arange(40), (2, 40)))
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=0)
+
+
+def test_no_field_of_the_exported_config_is_lost_on_transformers(exported):
+    model, directory, _ = exported
+    config = transformers.AutoConfig.from_pretrained(directory)
+    raw = json.loads((directory / "config.json").read_text())
+    for name in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "layer_types"):
+        assert getattr(config, name) == raw[name]
+    assert config.rope_parameters["rope_theta"] == model.config.rope_theta
+    assert config.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["wedlm_qwen3", "wedlm_qwen25", "wedlm_qwen3_tied_sharded", "qwen3_plain", "qwen2_plain"])
+def test_greedy_ar_of_transformers_equals_ours_token_for_token(name, tmp_path):
+    model = load_hf(ORACLE / name / "model", "float32")
+    save_hf(model, tmp_path / "out", "qwen3" if model.config.qk_norm else "qwen2")
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    prompt = [int(token) for token in np.random.default_rng(2).integers(7, 200, 12)]
+    config = wedlm_jax.DecodeConfig(decoder="ar", max_new_tokens=24, stop_ids=(), ban_mask=False)
+    [completion] = wedlm_jax.generate(model, [prompt], config)
+    with torch.no_grad():
+        ids = other.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), do_sample=False,
+            max_new_tokens=24, min_new_tokens=24, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+    assert completion.ids == ids[0, len(prompt) :].tolist()
