@@ -38,10 +38,15 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     q_BKRH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     scores_BKRS = jnp.einsum("BKRH,BSKH->BKRS", q_BKRH, k_BSKH, preferred_element_type=jnp.float32)
     scores_BKTGS = jnp.where(visible_BTS[:, None, :, None, :], scores_BKRS.reshape(B, K, T, G, S), MASKED_SCORE)
-    lse_BKTG = jax.nn.logsumexp(scores_BKTGS, axis=-1)
-    weights_BKRS = jnp.exp(scores_BKTGS - lse_BKTG[..., None]).reshape(B, K, T * G, S).astype(v_BSKH.dtype)
-    out_BKRH = jnp.einsum("BKRS,BSKH->BKRH", weights_BKRS, v_BSKH)
-    out_BTNH = out_BKRH.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+    # One exponential a score: the sum over keys is divided out of the small output instead of the large weights.
+    peak_BKTG = jax.lax.stop_gradient(jnp.max(scores_BKTGS, axis=-1))
+    weights_BKTGS = jnp.exp(scores_BKTGS - peak_BKTG[..., None])
+    total_BKTG = jnp.sum(weights_BKTGS, axis=-1)
+    weights_BKRS = weights_BKTGS.reshape(B, K, T * G, S).astype(v_BSKH.dtype)
+    out_BKRH = jnp.einsum("BKRS,BSKH->BKRH", weights_BKRS, v_BSKH, preferred_element_type=jnp.float32)
+    out_BKTGH = out_BKRH.reshape(B, K, T, G, H) / total_BKTG[..., None]
+    out_BTNH = out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
+    lse_BKTG = peak_BKTG + jnp.log(total_BKTG)
     return out_BTNH, lse_BKTG.transpose(0, 2, 1, 3).reshape(B, T, N)
 
 
