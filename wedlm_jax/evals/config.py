@@ -1,0 +1,68 @@
+"""EvaluationConfig: what `python -m wedlm_jax.evaluate --exp NAME` measures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Held-out tasks and text, and the decoders that are compared on them."""
+
+    tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
+    problems_per_task: int = 100
+    held_out_rows: int = 0  # rows of held-out text for bits per byte and MLM loss; 0 = not measured
+    text_prompts: int = 0  # held-out texts to continue; 0 = none
+    text_prompt_characters: int = 240  # their length; whole lines, so at least this
+    batch_size: int = 8  # prompts decoded at once, the same for every decoder
+    max_new_tokens: int = 128
+    window_size: int = 16  # W of streaming and verified
+    entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
+    verified_entropy_threshold: float = 0.4
+    distance_penalty: float = 0.02
+    block_size: int = 32
+    confidence_threshold: float = 0.9
+    seed: int = 0  # which held-out problems
+
+    def __post_init__(self) -> None:
+        for name in ("problems_per_task", "text_prompt_characters", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"evaluation.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("held_out_rows", "text_prompts"):
+            if getattr(self, name) < 0:
+                raise UserError(f"evaluation.{name}={getattr(self, name)}: must be 0 (off) or more")
+        self.autoregressive, self.blockwise, self.verified, self.streaming  # noqa: B018  DecodeConfig checks the rest
+
+    @property
+    def autoregressive(self) -> DecodeConfig:
+        return DecodeConfig(decoder="ar", max_new_tokens=self.max_new_tokens)
+
+    @property
+    def blockwise(self) -> DecodeConfig:
+        return DecodeConfig(
+            decoder="blockwise",
+            block_size=self.block_size,
+            confidence_threshold=self.confidence_threshold,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+    @property
+    def verified(self) -> DecodeConfig:
+        return self._window("verified", self.verified_entropy_threshold)
+
+    @property
+    def streaming(self) -> tuple[DecodeConfig, ...]:
+        """One for each entropy threshold."""
+        return tuple(self._window("streaming", tau) for tau in self.entropy_thresholds)
+
+    def _window(self, decoder: str, tau: float) -> DecodeConfig:
+        return DecodeConfig(
+            decoder=decoder,  # type: ignore[arg-type]
+            window_size=self.window_size,
+            entropy_threshold=tau,
+            distance_penalty=self.distance_penalty,
+            max_new_tokens=self.max_new_tokens,
+        )

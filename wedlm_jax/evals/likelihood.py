@@ -1,0 +1,139 @@
+"""Likelihood of held-out text: bits per byte as an AR model, and the masked-token loss at fixed mask ratios."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from wedlm_jax.data.packing import PackedBatch
+from wedlm_jax.diffusion.corruption import mask_lowest
+from wedlm_jax.diffusion.dual_stream import build_dual_stream
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.patterns import Causal, DualStream
+
+MASK_RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+@dataclasses.dataclass(frozen=True)
+class BitsPerByte:
+    """AR likelihood of texts. Every token is counted once; the first of a text, which nothing precedes, costs log2 V bits."""
+
+    bits: float
+    bytes: int  # of the texts in UTF-8
+    tokens: int
+
+    @property
+    def value(self) -> float:
+        return self.bits / self.bytes
+
+
+def bits_per_byte(
+    model: Model,
+    texts: Sequence[str],
+    encode: Callable[[str], list[int]],
+    *,
+    row_length: int,
+    batch_size: int,
+    on_batch: Callable[[int], None] = lambda rows: None,
+) -> BitsPerByte:
+    """AR bits per byte over whole texts, in rows of `row_length` tokens that overlap by half.
+
+    The overlap gives every token but those at the start of a text at least row_length / 2 tokens of context.
+
+    Args:
+      texts: whole texts, none empty.
+      encode: text to token ids.
+      row_length: the longest row that the model is run on.
+      batch_size: rows a forward.
+      on_batch: told the rows of every batch done.
+    """
+    documents = [encode(text) for text in texts]
+    rows = [row for tokens in documents for row in scoring_rows(tokens, row_length)]
+    graph, params = nnx.split(model.transformer)
+    nats = 0.0
+    for start in range(0, len(rows), batch_size):
+        tokens = np.zeros((batch_size, row_length), np.int32)
+        scored = np.zeros((batch_size, row_length), bool)
+        for i, (piece, first_scored) in enumerate(rows[start : start + batch_size]):
+            tokens[i, : len(piece)] = piece
+            scored[i, first_scored : len(piece)] = True
+        nats += float(_next_token_nats(graph, params, jnp.asarray(tokens), jnp.asarray(scored)))
+        on_batch(len(rows[start : start + batch_size]))
+    bits = nats / math.log(2) + len(texts) * math.log2(model.config.vocab_size)
+    return BitsPerByte(bits, sum(len(text.encode()) for text in texts), sum(map(len, documents)))
+
+
+def scoring_rows(tokens: Sequence[int], row_length: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Rows (tokens, first scored index) that overlap by half; together they score each token but the first exactly once."""
+    stride = row_length - row_length // 2
+    scored = 1
+    for start in range(0, max(len(tokens) - row_length // 2, 1), stride):
+        yield tokens[start : start + row_length], scored - start
+        scored = min(start + row_length, len(tokens))
+
+
+@functools.partial(jax.jit, static_argnames="graph")
+def _next_token_nats(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array, scored: jax.Array) -> jax.Array:
+    """Summed cross-entropy of the scored tokens [B, L], each given all before it in its row."""
+    transformer = nnx.merge(graph, params)
+    hidden = transformer.hidden(tokens, positions=_positions(tokens), pattern=Causal())
+    losses = transformer.token_losses(hidden[:, :-1], tokens[:, 1:])
+    return jnp.sum(jnp.where(scored[:, 1:], losses, 0.0))
+
+
+def _positions(tokens: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def masked_loss_by_ratio(
+    model: Model, batches: Sequence[PackedBatch], *, block_size: int, ratios: Sequence[float] = MASK_RATIOS, seed: int = 0
+) -> dict[float, float]:
+    """Mean cross-entropy in nats of masked tokens, when that share of every block is masked (the training layout)."""
+    graph, params = nnx.split(model.transformer)
+    mask_token_id = model.require_mask_token_id()
+    losses = {}
+    for ratio in ratios:
+        total, count = 0.0, 0.0
+        for number, batch in enumerate(batches):
+            arrays = tuple(jnp.asarray(x) for x in (batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids))
+            key = jax.random.fold_in(jax.random.key(seed), number)
+            sums = _masked_nats(graph, params, key, *arrays, ratio, mask_token_id=mask_token_id, block_size=block_size)
+            total, count = total + float(sums[0]), count + float(sums[1])
+        losses[ratio] = total / count
+    return losses
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "mask_token_id", "block_size"))
+def _masked_nats(
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    key: jax.Array,
+    tokens: jax.Array,
+    loss_mask: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    ratio: jax.Array,
+    *,
+    mask_token_id: int,
+    block_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Summed cross-entropy of the masked tokens, and how many they are."""
+    B, L = tokens.shape
+    transformer = nnx.merge(graph, params)
+    ratios = jnp.full((B, L // block_size), ratio, jnp.float32)
+    candidates = loss_mask.reshape(B, L // block_size, block_size)
+    masked = mask_lowest(jax.random.uniform(key, candidates.shape), candidates, ratios).reshape(B, L)
+    batch = build_dual_stream(
+        tokens, loss_mask, positions, segment_ids, masked, ratios, mask_token_id=mask_token_id, block_size=block_size
+    )
+    pattern = DualStream(batch.segment_ids, block_size)
+    hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
+    losses = transformer.token_losses(hidden[:, L:], batch.targets[:, L:])
+    return jnp.sum(jnp.where(batch.masked[:, L:], losses, 0.0)), jnp.sum(batch.masked)

@@ -1,0 +1,70 @@
+"""The results as a picture: exact match against tokens per forward and against tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import PercentFormatter  # noqa: E402
+
+from wedlm_jax.evals.sweep import Row  # noqa: E402
+
+MARKERS = {"ar": "o", "blockwise": "s", "streaming": "^", "verified": "*"}
+COLOURS = {"ar": "#444444", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
+
+
+def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
+    """Writes a PNG: one column of panels for each task with answers, error bars are 95 % Wilson intervals."""
+    rows = [row for row in rows if row.accuracy is not None]
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    if not tasks:
+        return
+    figure, grid = plt.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 8.4), squeeze=False, sharey="row", dpi=110)
+    for column, task in enumerate(tasks):
+        of_task = [row for row in rows if row.task == task]
+        for axes, quantity in zip(grid[:, column], ("tokens_per_forward", "tokens_per_second"), strict=True):
+            _panel(axes, of_task, quantity)
+        grid[0, column].set_title(f"{task.replace('_', ' ')} (n = {of_task[0].n})")
+        grid[0, column].set_xlabel("tokens per forward")
+        grid[1, column].set_xlabel(f"tokens per second (batch of {of_task[0].batch_size})")
+    for line in grid:
+        line[0].set_ylabel("exact match, 95 % interval")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.suptitle(title, fontsize=14)
+    figure.legend(handles, names, loc="lower center", ncol=min(len(names), 4), frameon=False)
+    figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 0.98))
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
+    thresholds = sorted({row.settings["entropy_threshold"] for row in rows if row.settings["decoder"] == "streaming"}, key=float)
+    for row in rows:
+        decoder = row.settings["decoder"]
+        x, y = getattr(row, quantity), row.accuracy
+        shade = 1.0
+        if decoder == "streaming":  # the lighter, the lower tau
+            shade = (1 + thresholds.index(row.settings["entropy_threshold"])) / len(thresholds)
+        error = [[max(y - row.low, 0)], [max(row.high - y, 0)]]
+        axes.errorbar(
+            x,
+            y,
+            yerr=error,
+            fmt=MARKERS[decoder],
+            color=COLOURS[decoder],
+            alpha=0.35 + 0.65 * shade,
+            markersize=15 if decoder == "verified" else 9,
+            markerfacecolor="white" if row.weights == "base" else COLOURS[decoder],
+            capsize=3,
+            label=row.label,
+        )
+    axes.set_xlim(left=0)
+    axes.set_ylim(-0.04, 1.06)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.grid(color="#e4e4e4")
+    axes.set_axisbelow(True)

@@ -1,0 +1,176 @@
+"""A sweep: the same problems through several decoders and settings, one row of the results table for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.tasks import Task, wilson_interval
+from wedlm_jax.model.handle import Model
+
+Generate = Callable[[Model, Sequence[list[int]], DecodeConfig], list[Completion]]
+ADAPTED, BASE = "adapted", "base"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a row of the table stands for."""
+
+    label: str
+    weights: str  # a key of the models that the sweep is given
+    config: DecodeConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One task under one setting. Ratios are of totals over all problems."""
+
+    task: str
+    label: str
+    weights: str
+    settings: dict[str, Any]  # the DecodeConfig; infinity as "inf"
+    n: int
+    batch_size: int
+    correct: int | None  # exact matches; this and the next three are None for a task without answers
+    accuracy: float | None
+    low: float | None  # 95 % Wilson interval
+    high: float | None
+    generated_tokens: int
+    tokens_per_forward: float
+    p_cache: float
+    tokens_per_second: float  # of the generate calls alone, compiled before, over all rows of the batches
+    speedup_over_ar: float | None  # tokens per second over those of AR decoding of the same weights, where that was run
+    equal_to_ar: int | None  # problems whose tokens are those of AR decoding of the same weights
+    unfinished: int  # completions cut by max_new_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What one setting made of one task's problems."""
+
+    completions: list[Completion]
+    tokens_per_second: float  # of all rows decoded, those that fill up the last batch too
+
+
+def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
+    """The rows of the results table: AR before adaptation (where there is a base), and every decoder after it."""
+    rows = [Setting("AR, base", BASE, config.autoregressive)] if with_base else []
+    rows.append(Setting("AR, adapted" if with_base else "AR", ADAPTED, config.autoregressive))
+    rows.append(Setting(f"block-wise, J={config.block_size}", ADAPTED, config.blockwise))
+    rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]  # type: ignore[str-format]
+    return [*rows, Setting("verified", ADAPTED, config.verified)]
+
+
+def sweep(
+    models: Mapping[str, Model],
+    settings: Sequence[Setting],
+    tasks: Sequence[tuple[Task, list[Problem]]],
+    *,
+    batch_size: int,
+    generate: Generate = generate,
+    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+) -> tuple[list[Row], dict[tuple[str, str], list[Completion]]]:
+    """Decodes every task's problems under every setting.
+
+    Args:
+      models: by the names that the settings use.
+      settings: the rows wanted.
+      tasks: each with its problems.
+      batch_size: prompts a call; the last batch of a task is filled up with a repeated prompt that is not counted.
+      generate: `wedlm_jax.generate`, or what a test puts in its place.
+      on_batch: told after every timed batch how many problems of the task it held.
+
+    Returns:
+      the rows, task by task in the order of the settings, and the completions by (task name, setting label).
+    """
+    clock = _WarmClock(generate, batch_size)
+    rows: list[Row] = []
+    completions: dict[tuple[str, str], list[Completion]] = {}
+    for task, problems in tasks:
+        measured = {}
+        for setting in settings:
+            measured[setting] = clock.measure(
+                models[setting.weights], problems, setting.config, lambda done, s=setting, t=task: on_batch(s, t, done)
+            )
+            completions[task.name, setting.label] = measured[setting].completions
+        for setting in settings:
+            reference = [m for s, m in measured.items() if s.weights == setting.weights and s.config.decoder == "ar"]
+            rows.append(_row(task, problems, setting, measured[setting], reference[0] if reference else None, batch_size))
+    return rows, completions
+
+
+class _WarmClock:
+    """Times generate calls of fixed size. A shape that was not met before is run once untimed, so that it is compiled."""
+
+    def __init__(self, generate: Generate, batch_size: int):
+        self._generate, self._batch_size = generate, batch_size
+        self._met: set[tuple] = set()
+
+    def measure(
+        self, model: Model, problems: list[Problem], config: DecodeConfig, on_batch: Callable[[int], None]
+    ) -> Measurement:
+        completions: list[Completion] = []
+        seconds, timed_tokens = 0.0, 0
+        for start in range(0, len(problems), self._batch_size):
+            prompts = [encode_prompt(model, p.prompt) for p in problems[start : start + self._batch_size]]
+            filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
+            longest = max(map(len, prompts))
+            # `generate` pads prompts to powers of two, no finer.
+            shape = (model.config, config.decoder, config.refill, config.slots, config.max_new_tokens, (longest - 1).bit_length())
+            if shape not in self._met:
+                self._generate(model, filled_up, config)
+                self._met.add(shape)
+            begun = time.perf_counter()
+            batch = self._generate(model, filled_up, config)
+            seconds += time.perf_counter() - begun
+            timed_tokens += sum(c.stats.generated_tokens for c in batch)
+            completions += batch[: len(prompts)]
+            on_batch(len(prompts))
+        return Measurement(completions, timed_tokens / seconds)
+
+
+def _row(
+    task: Task, problems: list[Problem], setting: Setting, measured: Measurement, ar: Measurement | None, batch_size: int
+) -> Row:
+    completions, n = measured.completions, len(problems)
+    correct = None
+    if task.score is not None:
+        correct = sum(task.score(p, c.text or "") for p, c in zip(problems, completions, strict=True))
+    low, high = (None, None) if correct is None else wilson_interval(correct, n)
+    stats = [completion.stats for completion in completions]
+    generated = sum(s.generated_tokens for s in stats)
+    return Row(
+        task=task.name,
+        label=setting.label,
+        weights=setting.weights,
+        settings=_as_json(setting.config),
+        n=n,
+        batch_size=batch_size,
+        correct=correct,
+        accuracy=None if correct is None else correct / n,
+        low=low,
+        high=high,
+        generated_tokens=generated,
+        tokens_per_forward=generated / sum(s.forwards for s in stats),
+        p_cache=generated / sum(s.tokens_processed for s in stats),
+        tokens_per_second=measured.tokens_per_second,
+        speedup_over_ar=None if ar is None else measured.tokens_per_second / ar.tokens_per_second,
+        equal_to_ar=None
+        if ar is None
+        else sum(c.ids == other.ids for c, other in zip(completions, ar.completions, strict=True)),
+        unfinished=sum(c.finish_reason == "length" for c in completions),
+    )
+
+
+def _as_json(config: DecodeConfig) -> dict[str, Any]:
+    settings = dataclasses.asdict(config)
+    return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}

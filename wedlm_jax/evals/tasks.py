@@ -1,0 +1,79 @@
+"""Tasks: prompts to complete, and whether a completion is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from wedlm_jax.data import quickstart_tasks
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.stdlib_code import CodeFile
+from wedlm_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Problems by number and seed, and how one is scored."""
+
+    name: str
+    problems: Callable[[int, int], list[Problem]]  # (limit, seed) -> that many distinct problems, no more and no less
+    score: Callable[[Problem, str], bool] | None  # (problem, completion text without end token); None: nothing to match
+
+
+def task(name: str) -> Task:
+    """A held-out task of the quickstart, scored by exact match of the answer.
+
+    Raises:
+      UserError: there is no such task.
+    """
+    if name not in quickstart_tasks.TASKS:
+        raise UserError(f"task {name!r} does not exist; choose one of {', '.join(quickstart_tasks.TASKS)}")
+
+    def problems(limit: int, seed: int) -> list[Problem]:
+        drawn = list(itertools.islice(quickstart_tasks.problems(name, "held_out", seed), limit))
+        if len(drawn) < limit:
+            raise UserError(f"task {name} has only {len(drawn)} held-out problems and {limit} were asked for; lower the limit")
+        return drawn
+
+    return Task(name, problems, quickstart_tasks.is_correct)
+
+
+def text_continuation(files: list[CodeFile], characters: int) -> Task:
+    """Prompts of whole lines from a random place of each held-out file, at least `characters` long, without an answer."""
+
+    def problems(limit: int, seed: int) -> list[Problem]:
+        long_enough = [file for file in files if len(file.text) > 4 * characters]
+        if len(long_enough) < limit:
+            raise UserError(
+                f"only {len(long_enough)} held-out files have more than {4 * characters} characters and {limit} were asked "
+                "for; lower evaluation.text_prompts or evaluation.text_prompt_characters"
+            )
+        random = np.random.default_rng(seed)
+        chosen = random.choice(len(long_enough), size=limit, replace=False)
+        return [Problem("held_out_text", _excerpt(long_enough[i].text, characters, random), "", "") for i in chosen]
+
+    return Task("held_out_text", problems, None)
+
+
+def _excerpt(text: str, characters: int, random: np.random.Generator) -> str:
+    start = text.find("\n", random.integers(len(text) // 2)) + 1
+    end = text.find("\n", start + characters) + 1
+    return text[start : end or len(text)]
+
+
+def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
+    """The Wilson score interval of a share, 95 % for the default z: sound for few trials and at shares of 0 and 1.
+
+    Args:
+      successes: 0 to n.
+      n: trials, at least 1.
+    """
+    share = successes / n
+    scale = 1 + z * z / n
+    middle = (share + z * z / (2 * n)) / scale
+    half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return max(middle - half, 0.0), min(middle + half, 1.0)

@@ -1,0 +1,194 @@
+"""Complete a prompt, or a file of prompts.
+
+python -m wedlm_jax.generate --model DIR --prompt "Q: Count from 3 to 20. A:" --decoder verified
+python -m wedlm_jax.generate --model DIR --input prompts.jsonl --output completions.jsonl
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+
+import wedlm_jax
+from wedlm_jax import pretrained
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import decode_batch, make_request
+from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.errors import UserError, entry
+
+KINDS = {"prompt": "a string", "messages": 'a list of {"role": ..., "content": ...}', "prompt_ids": "a list of token ids"}
+NULLABLE_FLAGS = ("--entropy-threshold", "--stop-ids", "--mask-token-id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """HF directory, hub id, or workdir of wedlm_jax.train."""
+    prompt: str | None = None
+    """Text to complete."""
+    input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
+    """One JSON object a line: {"prompt": str}, {"messages": [...]} or {"prompt_ids": [int, ...]}."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="OUT.jsonl")] = None
+    """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given."""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
+    """Also write what every forward fed, committed and filled, a line a forward (slower)."""
+    batch_size: int = 16
+    """Prompts decoded at once."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
+
+
+def generate(args: Generate) -> None:
+    """Validates everything, then decodes, then writes: a bad line 1,000 is reported before line 1 is decoded."""
+    _check_flags(args)
+    prompts: list[tuple[str, Prompt]]
+    prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
+    model = pretrained.load(args.model, args.dtype)
+    requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
+    batches = [requests[i : i + args.batch_size] for i in range(0, len(requests), args.batch_size)]
+    completions: list[Completion] = []
+    hidden = len(batches) == 1
+    for batch in track(batches, "decoding", console=Console(stderr=True), disable=hidden):
+        completions += decode_batch(model, batch, trace=args.trace is not None)
+    if args.trace is not None:
+        write_jsonl(args.trace, trace_lines(completions))
+    if args.output is not None:
+        write_jsonl(args.output, map(as_line, completions))
+    elif args.input is not None:
+        for completion in completions:
+            print(json.dumps(as_line(completion), ensure_ascii=False))
+    else:
+        (completion,) = completions
+        print(completion.ids if completion.text is None else completion.text)
+        stats = ", ".join(f"{name} {value:.4g}" for name, value in completion.stats.as_dict().items())
+        print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
+
+
+def _check_flags(args: Generate) -> None:
+    if (args.prompt is None) == (args.input is None):
+        raise UserError("give one of --prompt TEXT and --input IN.jsonl")
+    if args.batch_size < 1:
+        raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
+    for flag, path in (("--output", args.output), ("--trace", args.trace)):
+        if path is None:
+            continue
+        if not path.parent.is_dir():
+            raise UserError(f"{flag} {path}: the folder {path.parent} does not exist; make it first")
+        if path.is_dir():
+            raise UserError(f"{flag} {path}: is a folder; name a file")
+        if args.input is not None and path.resolve() == args.input.resolve():
+            raise UserError(f"{flag} {path}: would overwrite the prompts of --input; name another file")
+    if args.output is not None and args.trace is not None and args.output.resolve() == args.trace.resolve():
+        raise UserError(f"--trace {args.trace}: is the file of --output; name another one")
+
+
+def read_prompts(path: Path) -> list[tuple[str, Prompt]]:
+    """The prompts of a JSONL file, each with its name `file:line`.
+
+    Raises:
+      UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"--input {path}: cannot be read ({error.strerror}); name a JSONL file") from error
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    if not lines:
+        raise UserError(f'--input {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
+    names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
+    return [(name, _parse_prompt(line, name)) for name, line in zip(names, lines, strict=True)]
+
+
+def _parse_prompt(line: bytes, name: str) -> Prompt:
+    if not line.strip():
+        raise UserError(f"{name}: the line is empty; remove it or write a prompt")
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    if not isinstance(record, dict):
+        raise UserError(f'{name}: not a JSON object; write {{"prompt": ...}}')
+    for key in record:
+        if key not in KINDS:
+            raise UserError(f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}")
+    if len(record) != 1:
+        raise UserError(f"{name}: has {' and '.join(record) or 'no key'}; give exactly one of {', '.join(KINDS)}")
+    ((kind, value),) = record.items()
+    if not _IS_KIND[kind](value):
+        raise UserError(f"{name}: {kind} must be {KINDS[kind]}, not {json.dumps(value):.80}")
+    if not value:
+        raise UserError(f"{name}: {kind} is empty; give at least one token")
+    return value
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)
+
+
+_IS_KIND = {"prompt": lambda value: isinstance(value, str), "messages": _is_messages, "prompt_ids": _is_ids}
+
+
+def as_line(completion: Completion) -> dict[str, Any]:
+    """What is written for a completion: `text` only where there is a tokenizer."""
+    text = {} if completion.text is None else {"text": completion.text}
+    return {
+        "ids": completion.ids, **text, "finish_reason": completion.finish_reason, "stats": completion.stats.as_dict()
+    }  # fmt: skip
+
+
+def trace_lines(completions: Iterable[Completion]) -> Iterable[dict[str, Any]]:
+    """A line for every forward of every prompt, both numbered from 0."""
+    for prompt, completion in enumerate(completions):
+        for forward, step in enumerate(completion.trace or ()):
+            yield {"prompt": prompt, "forward": forward, **step}
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Writes all lines or, if anything goes wrong, leaves the old file as it was."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def spell_none(arguments: list[str]) -> list[str]:
+    """`--entropy-threshold none` in any case, as the parser wants it: None."""
+    spelled = list(arguments)
+    for i, (flag, value) in enumerate(zip(arguments, arguments[1:])):
+        if flag in NULLABLE_FLAGS and value.lower() == "none":
+            spelled[i + 1] = "None"
+    return spelled
+
+
+@entry
+def main() -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"wedlm_jax {wedlm_jax.__version__}")
+        return
+    generate(tyro.cli(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()
