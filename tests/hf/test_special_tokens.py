@@ -137,6 +137,6 @@ def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):
 def test_a_broken_tokenizer_is_one_line(copy_of):
     directory = copy_of("qwen3_plain")
     (directory / "tokenizer.json").write_text("{broken")
-    with pytest.raises(UserError, match="the tokenizer files do not load") as error:
+    with pytest.raises(UserError, match="the tokenizer cannot be read") as error:
         load_hf(directory)
     assert "\n" not in str(error.value)

@@ -99,8 +99,10 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{directory} is not a directory; name one that holds a tokenizer.json")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         raise UserError(f"{directory} holds no tokenizer.json; save a tokenizer there or name another directory")
+    # tokenizer.json says it all; AutoTokenizer would look for the class in config.json, where it does not know `wedlm`.
+    reader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        return reader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # broken JSON arrives as many types, a bare Exception of the Rust library among them
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{directory}: the tokenizer cannot be read ({reason}); write its files again") from error

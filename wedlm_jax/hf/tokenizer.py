@@ -25,20 +25,12 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none.
-
-    `tokenizer.json` is read as it stands, whatever class the config names: no code from the directory is ever run.
-    """
+    """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from wedlm_jax.data import tokenizer  # here, because transformers takes a second to import
 
-    reader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
-    try:
-        return reader.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare Exception for a broken tokenizer.json
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{directory}: the tokenizer files do not load ({reason}); copy or download them again") from None
+    return tokenizer.load_tokenizer(directory)
 
 
 def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:
@@ -47,7 +39,9 @@ def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Pat
     for name in names:
         shutil.copyfile(Path(source or "") / name, target / name)
     if not names and tokenizer is not None:
-        tokenizer.save_pretrained(str(target))
+        from wedlm_jax.data.tokenizer import save_tokenizer
+
+        save_tokenizer(tokenizer, target)
 
 
 def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
