@@ -1,0 +1,210 @@
+"""Every decoder, slowly: one row, plain lists, and a full recomputation of the sequence in float64 at every forward.
+
+Written from the paper (section 5, Algorithm 1, Eq. 5 to 7 and 11) and from the documented semantics of each decoder. A window
+is a list of tokens in logical order, None where there is a mask.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from .transformer import ReferenceTransformer
+
+PROBABILITY_SLACK = 1e-4  # a top-p limit is a close call where moving it by this much changes the drawn token
+
+
+@dataclasses.dataclass
+class Row:
+    """One row on its way: what it has produced, what that cost, and how close its closest decision was."""
+
+    model: ReferenceTransformer
+    config: object  # has the fields of DecodeConfig, with stop_ids and mask_token_id resolved
+    noise: Callable[[int], np.ndarray]  # absolute position -> Gumbel noise [V]
+    context: list[int]  # tokens before the window
+    emitted: list[int] = dataclasses.field(default_factory=list)
+    finish: str | None = None
+    forwards: int = 0
+    processed: int = 0
+    margin: float = math.inf
+
+    def forward(self, window: list[int | None]) -> np.ndarray:
+        """Logits [len(window), V] in logical order; the window is fed filled tokens first, masks last, positions kept."""
+        base, slots = len(self.context), range(len(window))
+        order = [i for i in slots if window[i] is not None] + [i for i in slots if window[i] is None]
+        fed = [self.config.mask_token_id if window[i] is None else window[i] for i in order]
+        positions = [*range(base), *(base + i for i in order)]
+        physical = self.model.logits(self.context + fed, positions)[base:]
+        self.forwards += 1
+        self.processed += len(window)
+        return physical[[order.index(i) for i in slots]]
+
+    def emit(self, tokens: Iterable[int]) -> None:
+        """Scanned in order: a stop id, or reaching max_new_tokens, ends the row and drops the rest."""
+        for token in tokens:
+            self.emitted.append(token)
+            if token in self.config.stop_ids:
+                self.finish = "stop"
+            elif len(self.emitted) == self.config.max_new_tokens:
+                self.finish = "length"
+            if self.finish:
+                return
+
+    def pick(self, logits: np.ndarray, position: int) -> int:
+        """The token that goes to `position`: top-k, then top-p, then temperature, then the position's noise."""
+        c = self.config
+        logits = {i: x for i, x in enumerate(logits) if not (c.ban_mask and i == c.mask_token_id)}
+        if c.temperature == 0:
+            return self._best(logits)
+        kept = sorted(logits, key=lambda i: -logits[i])
+        if 0 < c.top_k < len(kept):
+            self.decide(logits[kept[c.top_k - 1]] - logits[kept[c.top_k]])
+            kept = kept[: c.top_k]
+        scores = {i: logits[i] / c.temperature + self.noise(position)[i] for i in kept}
+        limits = [c.top_p] if c.top_p == 1 else [c.top_p - PROBABILITY_SLACK, c.top_p + PROBABILITY_SLACK, c.top_p]
+        winners = [self._best({i: scores[i] for i in _nucleus(kept, logits, limit)}) for limit in limits]
+        if len(set(winners)) > 1:
+            self.decide(0)
+        return winners[-1]
+
+    def select_by_entropy(self, logits: np.ndarray, masks: list[int]) -> list[int]:
+        """Algorithm 1: adjusted entropies strictly below tau, or else the smallest one."""
+        c = self.config
+        adjusted = {i: _entropy(logits[i]) + c.distance_penalty * (i - masks[0]) for i in masks}
+        tau = -math.inf if c.entropy_threshold is None else c.entropy_threshold
+        self.decide(*(abs(x - tau) for x in adjusted.values()))
+        below = [i for i in masks if adjusted[i] < tau]
+        return below or self._smallest(adjusted)
+
+    def select_by_confidence(self, logits: np.ndarray, masks: list[int]) -> list[int]:
+        """At least as probable as the threshold, or else the most probable one; a threshold of 0 fills one a step."""
+        threshold = self.config.confidence_threshold
+        confidence = {i: max(_softmax(logits[i])) for i in masks}
+        above = []
+        if threshold > 0:
+            self.decide(*(abs(x - threshold) for x in confidence.values()))
+            above = [i for i in masks if confidence[i] >= threshold]
+        return above or self._smallest({i: -x for i, x in confidence.items()})
+
+    def decide(self, *margins: float) -> None:
+        self.margin = min([self.margin, *margins])
+
+    def _smallest(self, values: dict[int, float]) -> list[int]:
+        ranked = sorted(values, key=lambda i: values[i])
+        if len(ranked) > 1:
+            self.decide(values[ranked[1]] - values[ranked[0]])
+        return ranked[:1]
+
+    def _best(self, values: dict[int, float]) -> int:
+        return self._smallest({i: -x for i, x in values.items()})[0]
+
+
+def decode(model: ReferenceTransformer, prompt: list[int], config, noise: Callable[[int], np.ndarray]) -> Row:
+    """Runs one row to its end."""
+    decoders = {"streaming": streaming, "verified": verified, "blockwise": blockwise, "ar": autoregressive}
+    row = Row(model, config, noise, list(prompt))
+    decoders[config.decoder](row)
+    return row
+
+
+def streaming(row: Row) -> None:
+    """Algorithm 1. "eager" tops the masks up to W before the forward, "paper" tops the window up to W after the commit."""
+    c = row.config
+    window: list[int | None] = [None] * c.window_size
+    while True:
+        lead = _leading_run(window)
+        if c.refill == "eager":
+            window = window + [None] * lead
+        logits = row.forward(window)
+        row.emit(window[:lead])
+        if row.finish:
+            return
+        masks = [i for i, token in enumerate(window) if token is None]
+        base = len(row.context)
+        for i in row.select_by_entropy(logits, masks):
+            window[i] = row.pick(logits[i], base + i)
+        row.context += window[:lead]
+        window = window[lead:]
+        if c.refill == "paper":
+            window = window + [None] * lead
+
+
+def verified(row: Row) -> None:
+    """Slot 0 is an emitted token that is not cached yet; the leading drafts behind it are checked by the forward that
+    caches them, and only tokens of the autoregressive chain are emitted."""
+    W = row.config.window_size
+    window: list[int | None] = [row.context.pop()] + [None] * (W - 1)
+    while True:
+        lead = _leading_run(window)
+        window = window + [None] * lead
+        logits = row.forward(window)
+        base = len(row.context)
+        chain = [row.pick(logits[0], base + 1)]
+        while len(chain) < lead and window[len(chain)] == chain[-1]:
+            chain.append(row.pick(logits[len(chain)], base + len(chain) + 1))
+        row.emit(chain)
+        if row.finish:
+            return
+        accepted = len(chain)
+        behind = range(accepted + 1, accepted + W)
+        after = {i: window[i] if accepted == lead else None for i in behind}
+        masks = [i for i in behind if window[i] is None]
+        if masks:
+            for i in row.select_by_entropy(logits, masks):
+                after[i] = row.pick(logits[i], base + i)
+        row.context += window[:accepted]
+        window = [chain[-1], *after.values()]
+
+
+def blockwise(row: Row) -> None:
+    """Blocks of J from left to right, the last one cut to what is left; a full block is cached by the next one's first forward."""
+    c = row.config
+    full: list[int] = []
+    while not row.finish:
+        block: list[int | None] = [None] * min(c.block_size, c.max_new_tokens - len(row.emitted))
+        while None in block:
+            logits = row.forward(full + block)[len(full) :]
+            row.context += full
+            full = []
+            masks = [i for i, token in enumerate(block) if token is None]
+            for i in row.select_by_confidence(logits, masks):
+                block[i] = row.pick(logits[i], len(row.context) + i)
+        row.emit(block)
+        full = block
+
+
+def autoregressive(row: Row) -> None:
+    pending = row.context.pop()
+    while not row.finish:
+        logits = row.forward([pending])
+        row.context.append(pending)
+        pending = row.pick(logits[0], len(row.context))
+        row.emit([pending])
+
+
+def _leading_run(window: list[int | None]) -> int:
+    return window.index(None) if None in window else len(window)
+
+
+def _nucleus(ranked: list[int], logits: dict[int, float], top_p: float) -> list[int]:
+    """The likeliest tokens whose probabilities reach `top_p`, the one that crosses it included."""
+    kept, total = [], 0.0
+    for i, p in zip(ranked, _softmax(np.array([logits[i] for i in ranked])), strict=True):
+        kept.append(i)
+        total += p
+        if total >= top_p:
+            break
+    return kept
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    e = np.exp(logits - np.max(logits))
+    return e / e.sum()
+
+
+def _entropy(logits: np.ndarray) -> float:
+    p = _softmax(logits)
+    return float(-sum(x * math.log(x) for x in p if x > 0))
