@@ -1,0 +1,89 @@
+"""The mesh, and one table that says which mesh axis each named axis of an array is cut over.
+
+Model code is single-device: parameters name their axes, XLA's partitioner does the rest (what used to be called pjit is
+`jax.jit` with in and out shardings).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from wedlm_jax.errors import UserError
+
+# Axis of an array -> axes of the mesh. An axis that is not here (head_dim, layers) is whole on every device.
+RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; one of them may be -1: all the devices that are left."""
+
+    data: int = -1  # copies of the model, each with its share of the batch
+    fsdp: int = 1  # as `data`, but parameters and optimizer are cut up too
+    tensor: int = 1  # cuts heads, mlp and vocabulary
+
+    def __post_init__(self) -> None:
+        sizes = dataclasses.asdict(self)
+        for name, size in sizes.items():
+            if size < 1 and size != -1:
+                raise UserError(f"mesh.{name}={size} must be at least 1, or -1 for all the devices that are left")
+        if list(sizes.values()).count(-1) > 1:
+            raise UserError(f"mesh: only one of {', '.join(sizes)} may be -1")
+
+
+def make_mesh(config: MeshConfig) -> Mesh:
+    """A mesh over all devices.
+
+    Raises:
+      UserError: the sizes do not multiply to the number of devices.
+    """
+    sizes = dataclasses.asdict(config)
+    devices = jax.device_count()
+    named = math.prod(size for size in sizes.values() if size != -1)
+    shape = tuple(devices // named if size == -1 else size for size in sizes.values())
+    if math.prod(shape) != devices:
+        given = " x ".join(f"{name}={size}" for name, size in sizes.items())
+        raise UserError(f"mesh: {given} does not fit {devices} devices; make the product {devices}")
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over the devices; of [B, ...] arrays."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(
+    mesh: Mesh, axes: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, NamedSharding]:
+    """The sharding of every parameter, from the names of its axes.
+
+    Raises:
+      UserError: an axis is not a multiple of the mesh axis that it is cut over.
+    """
+    shardings = {}
+    for name, named_axes in axes.items():
+        for axis, size in zip(named_axes, shapes[name], strict=True):
+            for mesh_axis in RULES.get(axis, ()):
+                if size % mesh.shape[mesh_axis]:
+                    raise UserError(
+                        f"mesh.{mesh_axis}={mesh.shape[mesh_axis]} does not divide {axis}={size} of {name}; "
+                        "choose a divisor"
+                    )
+        shardings[name] = NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in named_axes)))
+    return shardings
