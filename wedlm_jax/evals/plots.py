@@ -10,9 +10,9 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import PercentFormatter  # noqa: E402
+from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
 
-from wedlm_jax.evals.sweep import Row  # noqa: E402
+from wedlm_jax.evals.sweep import BASE, Row  # noqa: E402
 
 MARKERS = {"ar": "o", "blockwise": "s", "streaming": "^", "verified": "*"}
 COLOURS = {"ar": "#444444", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
@@ -58,12 +58,13 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
             fmt=MARKERS[decoder],
             color=COLOURS[decoder],
             alpha=0.35 + 0.65 * shade,
-            markersize=15 if decoder == "verified" else 9,
-            markerfacecolor="white" if row.weights == "base" else COLOURS[decoder],
+            markersize=13 if decoder == "verified" or row.weights == BASE else 8,
+            markerfacecolor="white" if row.weights == BASE else COLOURS[decoder],
             capsize=3,
             label=row.label,
         )
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.12 * max(getattr(row, quantity) for row in rows))
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     axes.set_ylim(-0.04, 1.06)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.grid(color="#e4e4e4")

@@ -37,7 +37,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
                 f"{row.p_cache:.2f}",
                 f"{row.tokens_per_second:.0f}",
                 "" if row.speedup_over_ar is None else f"{row.speedup_over_ar:.2f}x",
-                "" if row.equal_to_ar is None else f"{row.equal_to_ar}/{row.n}",
+                "" if row.equal_to_ar is None or row.settings["decoder"] == "ar" else f"{row.equal_to_ar}/{row.n}",
             )
         table.add_section()
     return table

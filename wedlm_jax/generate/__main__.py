@@ -21,13 +21,13 @@ from rich.progress import track
 import wedlm_jax
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
 
 KINDS = {"prompt": "a string", "messages": 'a list of {"role": ..., "content": ...}', "prompt_ids": "a list of token ids"}
-NULLABLE_FLAGS = ("--entropy-threshold", "--stop-ids", "--mask-token-id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,15 +171,6 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def spell_none(arguments: list[str]) -> list[str]:
-    """`--entropy-threshold none` in any case, as the parser wants it: None."""
-    spelled = list(arguments)
-    for i, (flag, value) in enumerate(zip(arguments, arguments[1:])):
-        if flag in NULLABLE_FLAGS and value.lower() == "none":
-            spelled[i + 1] = "None"
-    return spelled
 
 
 @entry

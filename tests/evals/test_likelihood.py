@@ -1,0 +1,62 @@
+"""Bits per byte counts every token once, with the probabilities that the model gives."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.evals.models import tiny_model
+from wedlm_jax.data.pipeline import DataConfig, batches
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio, scoring_rows
+
+TEXTS = ["def f(x):\n    return x + 1\n", "é", "import os\n" * 9]
+
+
+def encode(text):
+    return encode_text(tiny_model().tokenizer, text)
+
+
+@given(st.integers(1, 80), st.integers(2, 17))
+def test_rows_score_every_token_but_the_first_exactly_once_with_half_a_row_of_context(n, row_length):
+    seen = []
+    for tokens, first_scored in scoring_rows(list(range(n)), row_length):
+        assert 1 <= first_scored and len(tokens) <= row_length
+        assert all(token - tokens[0] >= min(token, row_length // 2) for token in tokens[first_scored:])
+        seen += tokens[first_scored:]
+    assert seen == list(range(1, n))
+
+
+def test_bits_of_short_texts_are_those_of_one_plain_forward():
+    model = tiny_model()
+    bits = 0.0
+    for text in TEXTS:
+        tokens = jnp.asarray([encode(text)])
+        logits = model(tokens, positions=jnp.arange(tokens.shape[1])[None])
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
+        bits += math.log2(model.config.vocab_size) - float(chosen.sum()) / math.log(2)
+    measured = bits_per_byte(model, TEXTS, encode, row_length=128, batch_size=2)
+    assert measured.bits == pytest.approx(bits, rel=1e-5)
+    assert measured.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert measured.tokens == sum(len(encode(text)) for text in TEXTS)
+    assert measured.value == measured.bits / measured.bytes
+
+
+def test_a_text_longer_than_a_row_is_still_scored_to_its_end():
+    model = tiny_model()
+    whole = bits_per_byte(model, TEXTS[2:], encode, row_length=256, batch_size=1)
+    cut = bits_per_byte(model, TEXTS[2:], encode, row_length=8, batch_size=3)
+    assert cut.tokens == whole.tokens and cut.bits == pytest.approx(whole.bits, rel=0.2) and cut.bits != whole.bits
+
+
+def test_masked_loss_of_a_random_model_is_near_uniform_at_every_ratio():
+    model = tiny_model()
+    stream = batches(DataConfig(row_length=64), model.tokenizer, 8, 2, 0, "held_out")
+    losses = masked_loss_by_ratio(model, [next(stream), next(stream)], block_size=8, ratios=(0.25, 1.0))
+    assert list(losses) == [0.25, 1.0]
+    assert np.allclose(list(losses.values()), math.log(model.config.vocab_size), atol=1.5)
+    assert losses[0.25] != losses[1.0]

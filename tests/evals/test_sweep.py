@@ -1,0 +1,118 @@
+"""The sweep: fixed batches, warm clock, ratios of totals, AR of the same weights as the reference."""
+
+import time
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.loop import run
+from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, settings_of, sweep
+from wedlm_jax.evals.tasks import Task, task, wilson_interval
+from wedlm_jax.errors import UserError
+
+AR, FAST = Setting("AR", ADAPTED, DecodeConfig(decoder="ar")), Setting("fast", ADAPTED, DecodeConfig())
+PROBLEMS = [Problem("echo", f"Q: {i}", "", str(i)) for i in range(5)]
+ECHO = Task("echo", lambda limit, seed: PROBLEMS[:limit], lambda problem, text: text == problem.answer)
+
+
+class FakeGenerate:
+    """Answers with the prompt's last word; row k takes k + 1 tokens. AR is slow, the first call of a shape slower."""
+
+    def __init__(self, wrong: tuple[str, ...] = ()):
+        self.calls: list[tuple[str, int]] = []
+        self.wrong = wrong
+
+    def __call__(self, model, prompts, config):
+        time.sleep(0.02 if config.decoder == "ar" else 0.005)
+        if not any(decoder == config.decoder for decoder, _ in self.calls):
+            time.sleep(0.5)
+        self.calls.append((config.decoder, len(prompts)))
+        texts = [model.tokenizer.decode(prompt).split()[-1] for prompt in prompts]
+        width = 1 if config.decoder == "ar" else 2
+        return [
+            Completion(
+                ids=[int(text) if config.decoder == "ar" or text not in self.wrong else 99] * 4,
+                finish_reason="stop",
+                stats=Stats(4, 4 // width, 4 * width),
+                text=text if text not in self.wrong else "?",
+            )
+            for text in texts
+        ]
+
+
+def run_fake(fake, batch_size=2, settings=(AR, FAST)):
+    return sweep({ADAPTED: tiny_model()}, settings, [(ECHO, PROBLEMS)], batch_size=batch_size, generate=fake)
+
+
+def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock():
+    fake = FakeGenerate()
+    rows, _ = run_fake(fake)
+    assert {size for _, size in fake.calls} == {2}
+    assert [decoder for decoder, _ in fake.calls] == ["ar"] * 4 + ["streaming"] * 4  # three batches and one warm-up
+    for row, seconds in zip(rows, (3 * 0.02, 3 * 0.005), strict=True):
+        assert 6 * 4 / row.tokens_per_second == pytest.approx(seconds, abs=0.05)  # the half second of the first call is out
+
+
+def test_rows_count_matches_tokens_and_agreement_with_ar():
+    rows, completions = run_fake(FakeGenerate(wrong=("3",)))
+    fast = rows[1]
+    assert (fast.n, fast.correct, fast.accuracy, fast.equal_to_ar) == (5, 4, 0.8, 4)
+    assert (fast.low, fast.high) == wilson_interval(4, 5)
+    assert (fast.tokens_per_forward, fast.p_cache, fast.generated_tokens) == (2.0, 0.5, 20)
+    assert fast.speedup_over_ar == fast.tokens_per_second / rows[0].tokens_per_second
+    assert rows[0].speedup_over_ar == 1
+    assert [c.text for c in completions["echo", "fast"]] == ["0", "1", "2", "?", "4"]  # fillers are dropped, order is kept
+
+
+def test_without_ar_of_the_same_weights_nothing_is_compared():
+    rows, _ = run_fake(FakeGenerate(), settings=(FAST,))
+    assert rows[0].speedup_over_ar is None and rows[0].equal_to_ar is None
+
+
+def test_a_task_without_answers_has_no_accuracy():
+    silent = Task("silent", ECHO.problems, None)
+    rows, _ = sweep({ADAPTED: tiny_model()}, [AR], [(silent, PROBLEMS)], batch_size=5, generate=FakeGenerate())
+    assert rows[0].accuracy is rows[0].correct is rows[0].low is rows[0].high is None
+
+
+def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
+    config = EvaluationConfig(max_new_tokens=12, window_size=4, block_size=4)
+    settings = settings_of(config, with_base=True)
+    problems = task("word_problems").problems(5, 0)
+    compiled = []
+
+    def watched(model, prompts, config):
+        before = run._cache_size()
+        result = generate(model, prompts, config)
+        compiled.append((config.decoder, run._cache_size() - before))
+        return result
+
+    models = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
+    done = []
+    rows, _ = sweep(
+        models, settings, [(task("word_problems"), problems)], batch_size=2, generate=watched,
+        on_batch=lambda setting, task, n: done.append(n),
+    )  # fmt: skip
+    assert [row.label for row in rows] == [s.label for s in settings]
+    assert sum(done) == 5 * len(settings)
+    verified = rows[-1]
+    assert verified.equal_to_ar == 5 and verified.tokens_per_forward >= 1
+    assert all(row.p_cache <= 0.5 for row in rows if row.settings["decoder"] == "streaming")
+    assert all(row.p_cache == row.tokens_per_forward == 1 for row in rows if row.settings["decoder"] == "ar")
+    # One compilation each: the three thresholds share one, and so do base and adapted AR.
+    assert len(compiled) == sum(n for _, n in compiled) + 3 * len(settings)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("problems_per_task", 0), ("batch_size", 0), ("held_out_files", -1), ("window_size", 0), ("distance_penalty", -1.0),
+     ("entropy_thresholds", (0.1, -0.5)), ("confidence_threshold", 2.0)],
+)  # fmt: skip
+def test_bad_evaluation_settings_are_refused(field, value):
+    with pytest.raises(UserError):
+        EvaluationConfig(**{field: value})

@@ -1,0 +1,59 @@
+"""Tasks give held-out problems and score them; the interval is Wilson's."""
+
+import math
+
+import pytest
+
+from wedlm_jax.data.quickstart_tasks import TASKS, split_of
+from wedlm_jax.data.stdlib_code import CodeFile
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.tasks import task, text_continuation, wilson_interval
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_gives_exactly_the_problems_asked_for_all_held_out_and_distinct(name):
+    problems = task(name).problems(20, 0)
+    assert len(problems) == 20 == len({problem.prompt for problem in problems})
+    assert all(split_of(problem.prompt) == "held_out" and problem.task == name for problem in problems)
+    assert task(name).problems(20, 0) == problems != task(name).problems(20, 1)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_solution_scores_and_another_problem_s_does_not(name):
+    of = task(name)
+    first, second = of.problems(2, 0)
+    assert of.score(first, first.solution)
+    assert not of.score(first, "") and not of.score(first, first.solution + " 7")
+    assert of.score(first, second.solution) == (first.answer == second.answer)
+
+
+def test_more_problems_than_there_are_is_an_error_not_a_smaller_n():
+    with pytest.raises(UserError, match=r"counting has only \d+ held-out problems and 100000 were asked for"):
+        task("counting").problems(100_000, 0)
+
+
+def test_an_unknown_task_names_the_known_ones():
+    with pytest.raises(UserError, match="'count' does not exist; choose one of word_problems, counting, copying"):
+        task("count")
+
+
+def test_text_prompts_are_whole_lines_of_distinct_files():
+    files = [CodeFile(f"{i}.py", "".join(f"line {i} {j}\n" for j in range(100))) for i in range(6)]
+    of = text_continuation(files, 50)
+    problems = of.problems(6, 0)
+    assert of.score is None
+    assert {problem.prompt.split()[1] for problem in problems} == set("012345")
+    for problem in problems:
+        assert len(problem.prompt) >= 50 and problem.prompt.endswith("\n") and problem.prompt.startswith("line")
+    with pytest.raises(UserError, match="only 6 held-out files"):
+        of.problems(7, 0)
+
+
+def test_wilson_interval_solves_its_quadratic():
+    """The bounds are the shares p whose distance to the observed share is z standard errors at p."""
+    z = 1.959964
+    for successes, n in ((0, 10), (1, 10), (57, 100), (100, 100)):
+        for bound in wilson_interval(successes, n):
+            assert abs(successes / n - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / n), abs=1e-9)
+    low, high = wilson_interval(9, 10)
+    assert (round(low, 4), round(high, 4)) == (0.5958, 0.9821)  # as published tables have it

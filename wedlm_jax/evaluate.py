@@ -1,0 +1,246 @@
+"""Decode held-out problems with every decoder, measure held-out text: one table, JSON and a plot.
+
+python -m wedlm_jax.evaluate --exp quickstart
+python -m wedlm_jax.evaluate --model exports/quickstart --task counting --decoder verified
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.text import Text
+
+import wedlm_jax
+from wedlm_jax import pretrained
+from wedlm_jax.data.pipeline import batches
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.stdlib_code import code_files
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.errors import UserError, entry
+from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio
+from wedlm_jax.evals.plots import plot_results
+from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
+from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
+from wedlm_jax.evals.tasks import Task, task, text_continuation
+from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.hf.weights import params_of, transformer_from
+from wedlm_jax.model.handle import Model
+
+MASKED_LOSS_BATCHES, MASKED_LOSS_ROWS = 4, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    exp: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.py[:function]")] = None
+    """Evaluate the trained model of an experiment, as its `evaluation` section says."""
+    workdir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the experiment was trained; runs/NAME if not given."""
+    model: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
+    """Or evaluate any model: HF directory, hub id, or workdir."""
+    task: str | None = None
+    """word_problems, counting or copying; with --exp this one alone."""
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Problems a task, instead of what the experiment says (with --model: 100)."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where results.json and results.png go; with --exp WORKDIR/evaluation, with --model nowhere if not given."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything resolved and checked before the first forward."""
+
+    title: str
+    models: dict[str, Model]
+    settings: list[Setting]
+    tasks: list[tuple[Task, list[Problem]]]
+    config: EvaluationConfig
+    experiment: Experiment | None
+    out: Path | None
+
+
+def plan_experiment(args: Evaluate) -> Plan:
+    """What `--exp` asks for: the table of an adaptation, before and after."""
+    if args.decode != DecodeConfig():
+        raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
+    named = load_experiment(args.exp)
+    workdir = args.workdir or Path("runs") / named.name
+    if not pretrained.is_workdir(workdir):
+        at = "" if args.workdir is None else f" --workdir {workdir}"
+        raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {args.exp}{at}")
+    experiment = dataclasses.replace(Experiment.load(workdir), evaluation=named.evaluation)
+    config = experiment.evaluation
+    names = config.tasks if args.task is None else (args.task,)
+    tasks = [(task(name), args.limit or config.problems_per_task) for name in names]
+    if config.text_prompts and args.task is None:
+        files = code_files("held_out", experiment.data.path)
+        tasks.append((text_continuation(files, config.text_prompt_characters), args.limit or config.text_prompts))
+    problems = [(t, t.problems(limit, config.seed)) for t, limit in tasks]
+    models = {ADAPTED: load_exact(str(workdir))}
+    if experiment.init_from is not None:
+        models[BASE] = load_exact(experiment.init_from)
+    settings = settings_of(config, with_base=BASE in models)
+    return Plan(experiment.name, models, settings, problems, config, experiment, args.out or workdir / "evaluation")
+
+
+def plan_model(args: Evaluate) -> Plan:
+    """What `--model --task` asks for: one decoder against AR of the same weights."""
+    if args.task is None:
+        raise UserError("--model needs --task: word_problems, counting or copying")
+    if args.workdir is not None:
+        raise UserError("--workdir goes with --exp; give the directory as --model DIR")
+    config = dataclasses.replace(EvaluationConfig(), tasks=(args.task,))
+    chosen = task(args.task)
+    problems = chosen.problems(args.limit or config.problems_per_task, config.seed)
+    settings = [Setting("AR", ADAPTED, dataclasses.replace(args.decode, decoder="ar"))]
+    if args.decode.decoder != "ar":
+        settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
+    model = load_exact(args.model)
+    return Plan(args.model, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
+
+
+def load_exact(path: str) -> Model:
+    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for."""
+    model = pretrained.load(path, "float32")
+    config = dataclasses.replace(model.config, matmul_precision="highest")
+    return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
+
+
+def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
+    """Runs the plan, prints as it goes, returns what results.json holds."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
+
+        def on_batch(setting: Setting, task: Task, done: int) -> None:
+            progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
+
+        rows, completions = sweep(
+            plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch
+        )
+    title = f"{plan.title}: held-out problems, batches of {plan.config.batch_size}, {device()}"
+    console.print(results_table(rows, title))
+    results: dict[str, Any] = {
+        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": wedlm_jax.__version__},
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }  # fmt: skip
+    if plan.experiment is not None and plan.config.held_out_files:
+        results |= evaluate_text(plan, plan.experiment, console)
+    continued = [(t, problems) for t, problems in plan.tasks if t.score is None]
+    if continued:
+        results["continuations"] = show_continuations(plan, *continued[0], completions, console)
+    show_one_decode(plan, console)
+    save(plan, rows, results, console)
+    return results
+
+
+def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
+    """Bits per byte of held-out files, and the masked-token loss by mask ratio."""
+    texts = [file.text for file in code_files("held_out", experiment.data.path)][: plan.config.held_out_files]
+    row_length, block_size = experiment.data.row_length, experiment.objective.block_size
+    measured = {}
+    for name, model in plan.models.items():
+
+        def encode(text: str, tokenizer: Any = model.tokenizer) -> list[int]:
+            return encode_text(tokenizer, text)
+
+        measured[name] = bits_per_byte(model, texts, encode, row_length=row_length, batch_size=MASKED_LOSS_ROWS)
+        console.print(
+            f"bits per byte, AR, {name}: {measured[name].value:.3f} ({len(texts)} held-out files, {measured[name].bytes:,} "
+            f"bytes, {measured[name].tokens:,} tokens)"
+        )
+    model = plan.models[ADAPTED]
+    stream = batches(experiment.data, model.tokenizer, block_size, MASKED_LOSS_ROWS, plan.config.seed, "held_out")
+    rows = [next(stream) for _ in range(MASKED_LOSS_BATCHES)]
+    by_ratio = masked_loss_by_ratio(model, rows, block_size=block_size)
+    console.print("masked-token loss in nats by mask ratio: " + ", ".join(f"{r:g}: {x:.3f}" for r, x in by_ratio.items()))
+    return {
+        "bits_per_byte": {name: {**dataclasses.asdict(x), "bits_per_byte": x.value} for name, x in measured.items()},
+        "masked_loss_by_ratio": {f"{ratio:g}": loss for ratio, loss in by_ratio.items()},
+    }
+
+
+def show_continuations(
+    plan: Plan,
+    of: Task,
+    problems: Sequence[Problem],
+    completions: dict[tuple[str, str], list[Completion]],
+    console: Console,
+) -> list[dict[str, Any]]:
+    """AR and streaming side by side, for every prompt; returns the continuations of all decoders."""
+    shown = [s.label for s in plan.settings if s.weights == ADAPTED and s.config.decoder in ("ar", "streaming")]
+    shown = [shown[0], shown[len(shown) // 2]]  # AR, and streaming at the middle threshold
+    for i, problem in enumerate(problems):
+        console.print(Panel(Text(problem.prompt.rstrip("\n")), title=f"held-out prompt {i + 1}", title_align="left"))
+        texts = [(label, completions[of.name, label][i].text or "") for label in shown]
+        width = (console.width - 2) // 2
+        console.print(Columns([Panel(Text(text), title=label, width=width) for label, text in texts], padding=(0, 1)))
+    return [
+        {"prompt": problem.prompt, **{s.label: completions[of.name, s.label][i].text for s in plan.settings}}
+        for i, problem in enumerate(problems)
+    ]
+
+
+def show_one_decode(plan: Plan, console: Console) -> None:
+    """The first problem again, by the last decoder of the table, each token coloured by the forward it comes from."""
+    setting, problem = plan.settings[-1], plan.tasks[0][1][0]
+    model = plan.models[setting.weights]
+    prompt = encode_prompt(model, problem.prompt)
+    (completion,) = generate(model, [prompt], setting.config, trace=True)
+    stats = completion.stats
+    console.print(
+        f"\none decode, {setting.label}: {stats.generated_tokens} tokens in {stats.forwards} forwards", style="bold"
+    )
+    console.print(Text(problem.prompt), style="dim")
+    pieces = [model.tokenizer.decode([i]) for i in completion.ids]
+    console.print(coloured_by_step(pieces, filling_steps(completion, len(prompt)), colour=console.color_system is not None))
+
+
+def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:
+    if plan.out is None:
+        return
+    plan.out.mkdir(parents=True, exist_ok=True)
+    (plan.out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+    written = ["results.json"]
+    if any(row.accuracy is not None for row in rows):
+        plot_results(rows, plan.out / "results.png", f"{plan.title} on {device()}")
+        written.append("results.png")
+    console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
+
+
+def device() -> str:
+    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+
+
+@entry
+def main() -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"wedlm_jax {wedlm_jax.__version__}")
+        return
+    args = tyro.cli(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
+    if (args.exp is None) == (args.model is None):
+        raise UserError("give one of --exp NAME and --model DIR")
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit}: must be at least 1")
+    plan = plan_model(args) if args.exp is None else plan_experiment(args)
+    evaluate(plan, Console())
+
+
+if __name__ == "__main__":
+    main()
