@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from reference.transformer import ReferenceTransformer
 
 from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.hf.weights import params_of, transformer_from
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
+
+from ..reference.transformer import ReferenceTransformer
 
 TINY = ModelConfig(
     vocab_size=11,
