@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.diffusion.oracle import ALL_CASES, FIXTURES, MODELS, ROW_LENGTH, cases
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, visibility
 from wedlm_jax.diffusion.losses import loss_weights, wedlm_loss
 from wedlm_jax.hf.weight_map import rows as weight_rows
-from wedlm_jax.hf.weights import load_hf, params_of, transformer_from
+from wedlm_jax.hf.weights import load_hf
+from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model.patterns import DualStream
 
 LOGITS, LOSSES, NORMS, SLICES = 5e-4, 1e-4, 1e-4, 1e-4
@@ -21,25 +21,26 @@ every_case = pytest.mark.parametrize(("model", "case_id"), ALL_CASES)
 
 
 @functools.cache
-def transformer(model):
+def config_and_params(model):
     loaded = load_hf(FIXTURES / model / "model", "float32")
-    config = dataclasses.replace(loaded.config, matmul_precision="highest")
-    return nnx.split(transformer_from(config, params_of(loaded.transformer)), nnx.Param, ...)
+    return dataclasses.replace(loaded.config, matmul_precision="highest"), params_of(loaded.transformer)
 
 
 def built(case):
     return build_dual_stream(*case.batch(), mask_token_id=case.mask_token_id, block_size=case.block_size)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "block_size"))
-def logits_losses_and_gradients(graph, params, rest, batch, weights, ar_loss_weight, *, block_size):
+# Little optimisation: the functions run a few times each, and compiling them is most of the time of these tests.
+@functools.partial(
+    jax.jit, static_argnames=("config", "block_size"), compiler_options={"xla_backend_optimization_level": 0}
+)
+def logits_losses_and_gradients(config, params, batch, weights, ar_loss_weight, *, block_size):
     def loss_of(params):
-        transformer = nnx.merge(graph, params, rest)
+        transformer = transformer_from(config, params)
         pattern = DualStream(batch.segment_ids, block_size)
         hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
-        loss, parts = wedlm_loss(
-            transformer.token_losses(hidden, batch.targets), weights, ar_loss_weight=ar_loss_weight
-        )
+        token_losses = transformer.token_losses(hidden, batch.targets)
+        loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=ar_loss_weight)
         return loss, (parts, transformer.logits(hidden))
 
     (loss, (parts, logits)), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -53,24 +54,19 @@ def run(case, scheme, ar_loss_weight):
         batch = dataclasses.replace(batch, mask_ratio=jnp.ones_like(batch.mask_ratio))
     weights = loss_weights(batch, normalization="weights")
     return logits_losses_and_gradients(
-        *transformer(case.model), batch, weights, ar_loss_weight, block_size=case.block_size
+        *config_and_params(case.model), batch, weights, ar_loss_weight, block_size=case.block_size
     )
 
 
 def by_hf_name(model, gradients):
     """Gradients under the checkpoint's names and in its [out, in] layout."""
-    config = transformer_config(model)
-    flat = {".".join(map(str, path)): np.asarray(v[...]) for path, v in nnx.to_flat_state(gradients)}
+    config, _ = config_and_params(model)
     tensors = {}
     for row in weight_rows(config):
-        ours = flat[row.ours] if row.stacked else flat[row.ours][None]
+        ours = np.asarray(gradients[row.ours] if row.stacked else gradients[row.ours][None])
         for name, part in zip(row.names(config), ours, strict=True):
             tensors[name] = row.to_hf(part, config)
     return tensors
-
-
-def transformer_config(model):
-    return nnx.merge(*transformer(model)).config
 
 
 def test_all_cases_of_all_models_are_there():
