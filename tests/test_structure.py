@@ -1,0 +1,155 @@
+"""The tree reads as it is drawn: imports point down, files stay small, names say what they hold."""
+
+import ast
+import graphlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = "wedlm_jax"
+LONGEST_FILE = 350  # lines; a longer one holds two concepts
+
+# A room (a folder or a module of the package) imports from the floors below its own.
+FLOORS = (
+    {"errors", "version"},
+    {"ops"},
+    {"sharding"},
+    {"model", "diffusion", "data"},
+    {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
+    {"pretrained"},
+    {"evals"},
+    {"experiment"},
+    {"__init__", "generate"},  # the public surface
+    {"train", "evaluate", "convert"},
+)
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+
+# Every import between two rooms of one floor, and why.
+ON_ONE_FLOOR = {
+    ("train_step", "optimizer"),  # the update
+    ("train_step", "train_state"),
+    ("checkpoint", "train_state"),  # what is saved
+    ("__init__", "generate"),  # wedlm_jax.generate is the function
+    ("generate", "__init__"),  # and the command, which reads the version
+}
+
+Imports = dict[str, set[str]]  # module -> the modules of the package that it imports
+
+
+def read_imports(package: Path) -> Imports:
+    return {name: set(_package_imports(file, package)) for name, file in _modules(package).items()}
+
+
+def _modules(package: Path) -> dict[str, Path]:
+    def name(file: Path) -> str:
+        parts = file.relative_to(package.parent).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    return {name(file): file for file in sorted(package.rglob("*.py"))}
+
+
+def _package_imports(file: Path, package: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if _top(alias.name) == package.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import; write the whole path"
+            if _top(node.module) == package.name:
+                for alias in node.names:  # `from package import module` names a module, `from module import name` does not
+                    inner = f"{node.module}.{alias.name}"
+                    yield inner if inner in _modules(package) else node.module
+
+
+def _top(module: str) -> str:
+    return module.split(".")[0]
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def _upward(imports: Imports) -> list[str]:
+    """One line for each import that does not point down, and for each room that has no floor."""
+    faults = []
+    for module, targets in sorted(imports.items()):
+        room = _room(module)
+        if room not in FLOOR_OF:
+            faults.append(f"{module}: the room {room} has no floor; add it to FLOORS")
+            continue
+        for target in sorted(targets):
+            other = _room(target)
+            if other == room or (room, other) in ON_ONE_FLOOR:
+                continue
+            if FLOOR_OF.get(other, len(FLOORS)) >= FLOOR_OF[room]:
+                faults.append(f"{module} imports {target}, which is not below it")
+    return faults
+
+
+@pytest.fixture(scope="module")
+def imports() -> Imports:
+    return read_imports(REPOSITORY / PACKAGE)
+
+
+def test_imports_point_down(imports):
+    assert _upward(imports) == []
+
+
+def test_no_import_goes_in_a_circle(imports):
+    list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, naming the modules
+
+
+def test_every_import_listed_for_one_floor_exists(imports):
+    edges = {(_room(module), _room(target)) for module, targets in imports.items() for target in targets}
+    assert edges >= ON_ONE_FLOOR
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "fault"),
+    [
+        ("ops/attention.py", "from wedlm_jax.model import rope", "wedlm_jax.ops.attention imports wedlm_jax.model.rope"),
+        ("model/rope.py", "import wedlm_jax.data.packing", "wedlm_jax.model.rope imports wedlm_jax.data.packing"),
+        ("evals/sweep.py", "from wedlm_jax.experiment import load", "wedlm_jax.evals.sweep imports wedlm_jax.experiment"),
+        ("hf/weights.py", "def f():\n    from wedlm_jax import decode", "wedlm_jax.hf.weights imports wedlm_jax.decode"),
+        ("attic.py", "", "the room attic has no floor"),
+    ],
+)
+def test_an_import_that_points_up_is_found(file, line, fault, tmp_path):
+    for name in ("__init__", "ops/attention", "model/rope", "data/packing", "evals/sweep", "hf/weights", "decode/__init__"):
+        (tmp_path / PACKAGE / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / PACKAGE / f"{name}.py").touch()
+    (tmp_path / PACKAGE / file).write_text(line)
+    faults = _upward(read_imports(tmp_path / PACKAGE))
+    assert len(faults) == 1 and fault in faults[0]
+
+
+def test_experiments_import_only_the_experiment_module():
+    allowed = {f"{PACKAGE}.experiment"}
+    for file in sorted((REPOSITORY / "experiments").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                assert name in allowed or _top(name) in sys.stdlib_module_names, f"{file}:{node.lineno}: imports {name}"
+
+
+def test_no_file_is_longer_than_one_concept():
+    lengths = {name: len(file.read_text().splitlines()) for name, file in _modules(REPOSITORY / PACKAGE).items()}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_no_drawer_without_a_concept():
+    drawer = re.compile(r"(util|helper|common|misc)s?$")
+    folders = ("wedlm_jax", "experiments", "tests", "benchmarks", "launch")
+    paths = (path for folder in folders for path in (REPOSITORY / folder).rglob("*") if "fixtures" not in path.parts)
+    assert [str(path) for path in paths if drawer.search(path.stem)] == []
+
+
+def test_nothing_is_left_for_later():
+    mark = re.compile(r"\b(TODO|FIXME|XXX)\b")
+    folders = ("wedlm_jax", "experiments", "benchmarks", "launch")
+    files = (f for folder in folders for f in (REPOSITORY / folder).rglob("*") if f.suffix in {".py", ".sh"})
+    assert [str(file) for file in files if mark.search(file.read_text(encoding="utf-8"))] == []
