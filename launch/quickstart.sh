@@ -9,9 +9,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # Shows a command as one would type it, then runs it.
 run() {
-    printf '\n$'
-    printf ' %s' "${@@Q}" | sed "s/'\([A-Za-z0-9_./=-]*\)'/\1/g"
-    printf '\n'
+    local word line='$'
+    for word in "$@"; do
+        case $word in
+            *[!A-Za-z0-9_./=-]*) line+=" '$word'" ;;
+            *) line+=" $word" ;;
+        esac
+    done
+    printf '\n%s\n' "$line"
     "$@"
 }
 
