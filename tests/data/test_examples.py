@@ -1,0 +1,87 @@
+"""What is learned of an example: the completion and its end tokens, never the prompt."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wedlm_jax.data.examples import from_completion, from_messages, from_tokens, label_completion
+from wedlm_jax.data.packing import pack
+from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
+from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.errors import UserError
+
+TOKENIZER = make_tokenizer(TokenizerConfig(), DataConfig())
+END = TOKENIZER.eos_token_id
+ORACLE = json.loads((Path(__file__).parents[1] / "fixtures" / "oracle" / "packing.json").read_text())
+
+
+def labels(example):
+    return np.where(example.loss_mask, example.tokens, -100).tolist()
+
+
+@pytest.mark.parametrize("case", ORACLE["labels"])
+def test_labels_equal_the_official_ones(case):
+    """The official code cuts a conversation to its maximal length first; we get the cut one here, and never cut."""
+    tokens = case["full_ids"][: case["max_seq_length"] - max(case["num_learnable_im_end"] - 1, 0)]
+    prompt_length = len(tokens) if case["prompt_ids"] is None else min(len(case["prompt_ids"]), len(tokens))
+    example = label_completion(
+        tokens, prompt_length, num_end_tokens=case["num_learnable_im_end"], end_token_id=case["im_end_id"]
+    )
+    assert example.tokens.tolist() == case["input_ids"]
+    assert labels(example) == case["labels"]
+
+
+@pytest.mark.parametrize("case", ORACLE["packing"])
+def test_unlike_the_official_packing_no_sample_is_cut_or_dropped(case):
+    """A known difference: samples longer than a row are an error, all others arrive whole."""
+    length = case["batch_seq_length"]
+    examples = [
+        label_completion(sample["input_ids"], sum(label == -100 for label in sample["labels"]), num_end_tokens=0, end_token_id=0)
+        for sample in case["samples"]
+        if len(sample["input_ids"]) <= length
+    ]
+    tokens, done = 0, 0
+    while done < len(examples):
+        batch, count = pack(examples[done:], num_rows=1, row_length=length, block_size=1, pad_token_id=0)
+        done += count
+        tokens += int((batch.segment_ids > 0).sum())
+    assert tokens == sum(len(example.tokens) for example in examples)
+    if any(len(sample["input_ids"]) > length for sample in case["samples"]):
+        with pytest.raises(UserError, match="nothing is cut silently"):
+            long = next(sample for sample in case["samples"] if len(sample["input_ids"]) > length)
+            pack([from_tokens(long["input_ids"])], num_rows=1, row_length=length, block_size=1, pad_token_id=0)
+
+
+@pytest.mark.parametrize("num_end_tokens", [1, 4, 8])
+def test_a_completion_is_learned_with_its_end_tokens_and_the_prompt_is_what_a_decoder_is_given(num_end_tokens):
+    example = from_completion("Q: Tom. A:", " Ben", TOKENIZER, num_end_tokens=num_end_tokens, document_id=5)
+    prompt = example.tokens[~example.loss_mask]
+    assert TOKENIZER.decode(prompt) == "Q: Tom. A:"
+    learned = example.tokens[example.loss_mask].tolist()
+    assert TOKENIZER.decode(learned[:-num_end_tokens]) == " Ben" and learned[-num_end_tokens:] == [END] * num_end_tokens
+    assert example.loss_mask.tolist() == sorted(example.loss_mask.tolist()) and example.document_id == 5
+
+
+def test_the_last_reply_of_a_conversation_is_learned_and_the_text_after_its_end_dropped():
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+    example = from_messages(messages, TOKENIZER, num_end_tokens=1)
+    assert TOKENIZER.decode(example.tokens[example.loss_mask]) == "four<|im_end|>"
+    prompt = TOKENIZER.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert TOKENIZER.decode(example.tokens[~example.loss_mask]) == prompt
+
+
+def test_a_conversation_without_a_reply_is_an_error():
+    for messages in ([], [{"role": "user", "content": "one"}]):
+        with pytest.raises(UserError, match="document 3: the last message must be the assistant's"):
+            from_messages(messages, TOKENIZER, num_end_tokens=1, document_id=3)
+
+
+def test_all_of_a_plain_text_is_learned():
+    assert labels(from_tokens([5, 6, 7])) == [5, 6, 7]

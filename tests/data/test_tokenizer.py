@@ -1,0 +1,85 @@
+"""The tokenizer: every text round-trips, training is deterministic, its files load anywhere."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
+from wedlm_jax.data.quickstart_tasks import QuickstartProblems
+from wedlm_jax.data.tokenizer import (
+    SPECIAL_TOKENS,
+    TokenizerConfig,
+    encode_text,
+    load_tokenizer,
+    save_tokenizer,
+    train_tokenizer,
+)
+from wedlm_jax.errors import UserError
+
+TOKENIZER = make_tokenizer(TokenizerConfig(vocab_size=576), DataConfig())
+
+
+@given(st.text(max_size=40) | st.sampled_from(["<|im_end|>", " a  b ", "1234 ٣٤", "\r\n \r\x00"]))
+def test_every_text_round_trips_and_never_gives_a_special_token(text):
+    ids = encode_text(TOKENIZER, text)
+    assert TOKENIZER.decode(ids) == text
+    assert all(token >= len(SPECIAL_TOKENS) for token in ids)
+
+
+def test_every_number_and_word_of_the_quickstart_tasks_is_one_token():
+    problem = next(p for p in QuickstartProblems("train", 0, 100) if p.task == "word_problems")
+    assert len(encode_text(TOKENIZER, problem.prompt.removeprefix("Q:").removesuffix(" A:").replace(".", "").replace("?", ""))) == len(
+        problem.prompt.split()
+    ) - 2
+    assert {len(encode_text(TOKENIZER, f" {number}")) for number in range(1, 100)} == {1}
+
+
+def test_special_tokens_have_the_first_ids_and_their_roles():
+    assert TOKENIZER.convert_tokens_to_ids(list(SPECIAL_TOKENS)) == [0, 1, 2, 3]
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id, TOKENIZER.mask_token_id) == (0, 2, 3)
+
+
+def test_training_twice_writes_the_same_files(tmp_path):
+    for name in ("one", "two"):
+        save_tokenizer(make_tokenizer(TokenizerConfig(vocab_size=576), DataConfig()), tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == ["tokenizer.json", "tokenizer_config.json"]
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_saved_files_load_by_us_and_by_AutoTokenizer(tmp_path):
+    save_tokenizer(TOKENIZER, tmp_path)
+    text = "Q: Tom has 7 apples. A:"
+    for loaded in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        assert encode_text(loaded, text) == encode_text(TOKENIZER, text)
+        assert (loaded.eos_token_id, loaded.mask_token_id, loaded.pad_token_id) == (2, 3, 0)
+        assert loaded.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True) == (
+            "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+        )
+    # the name that transformers 4 knows as well
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_make_tokenizer_loads_the_one_that_is_named(tmp_path):
+    save_tokenizer(train_tokenizer(["abc abc"], 300), tmp_path)
+    assert len(make_tokenizer(TokenizerConfig(path=str(tmp_path)), DataConfig())) == len(load_tokenizer(tmp_path)) < 300
+
+
+def test_a_missing_broken_or_empty_directory_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="nowhere is not a directory"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="holds no tokenizer.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version":')
+    with pytest.raises(UserError, match="the tokenizer cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_smaller_than_the_bytes_is_an_error():
+    with pytest.raises(UserError, match="tokenizer.vocab_size=100 is too small"):
+        TokenizerConfig(vocab_size=100)
