@@ -1,14 +1,21 @@
 """`load` tells HF directories, hub ids and workdirs apart, and says what to do where there is nothing."""
 
+import json
 import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from wedlm_jax.checkpoint import Checkpoints, ModelFile
+from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.pretrained import load, save
+from wedlm_jax.train_state import new_state
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracle"
 
@@ -29,11 +36,16 @@ def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypa
         load(path)
     message = str(error.value)
     assert message.startswith(f"{path}: no such directory; ") and "\n" not in message
-    assert f"wedlm_jax.train --exp NAME --workdir {path}" in message and f"wedlm_jax.convert --from WORKDIR --to {path}" in message
+    assert (
+        f"wedlm_jax.train --exp NAME --workdir {path}" in message
+        and f"wedlm_jax.convert --from WORKDIR --to {path}" in message
+    )
 
 
 def test_a_directory_that_is_neither_kind_says_so(tmp_path):
-    with pytest.raises(UserError, match=r"neither an HF directory \(no config.json\) nor a workdir with a model \(no model.json\)"):
+    with pytest.raises(
+        UserError, match=r"neither an HF directory \(no config.json\) nor a workdir with a model \(no model.json\)"
+    ):
         load(tmp_path)
 
 
@@ -41,3 +53,66 @@ def test_a_file_says_so(tmp_path):
     shutil.copy(ORACLE / "qwen3_plain" / "model" / "model.safetensors", tmp_path)
     with pytest.raises(UserError, match="is a file; name the directory"):
         load(tmp_path / "model.safetensors")
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A workdir as training leaves it, and the parameters of its newest checkpoint."""
+    config = ModelConfig(300, 16, 24, 2, 4, 2, 8, matmul_precision="highest")
+    tokenizer = train_tokenizer(["Tom has 17 apples and 23 pears.\n"] * 9, vocab_size=290)
+    directory = tmp_path / "run"
+    save_tokenizer(tokenizer, directory / "tokenizer")
+    ModelFile(config, tokenizer.mask_token_id, (tokenizer.eos_token_id,)).write(directory)
+    checkpoints = Checkpoints(directory, keep=2)
+    for step in (1, 2):
+        state = new_state(init_params(config, step), optax.sgd(0.1))
+        checkpoints.save(state, step, {})
+    checkpoints.close()
+    return directory, config, state.params
+
+
+def test_a_workdir_loads_its_newest_checkpoint_with_tokenizer_and_ids(workdir):
+    directory, config, params = workdir
+    model = load(directory)
+    assert model.config == config and model.tokenizer is not None
+    assert (model.mask_token_id, model.eos_token_ids) == (
+        model.tokenizer.mask_token_id,
+        (model.tokenizer.eos_token_id,),
+    )
+    loaded = params_of(model.transformer)
+    assert loaded.keys() == params.keys()
+    for name, value in params.items():
+        np.testing.assert_array_equal(loaded[name], value)
+    half = load(directory, "bfloat16")
+    assert half.config.dtype == half.config.param_dtype == "bfloat16"
+    assert {value.dtype.name for value in params_of(half.transformer).values()} == {"bfloat16"}
+
+
+def test_a_workdir_exports_and_comes_back_the_same(workdir, tmp_path):
+    directory, _, params = workdir
+    model = load(directory)
+    save(model, tmp_path / "out", "qwen3")
+    again = load(tmp_path / "out")
+    for name, value in params_of(again.transformer).items():
+        np.testing.assert_array_equal(value, params[name])
+    assert (again.mask_token_id, again.eos_token_ids) == (model.mask_token_id, model.eos_token_ids)
+    text = "Tom has 4 pears.<|im_end|>"
+    assert again.tokenizer(text)["input_ids"] == model.tokenizer(text)["input_ids"]
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["pad_token_id"] == model.tokenizer.pad_token_id
+
+
+def test_the_caller_may_choose_another_free_row_of_a_workdir_but_no_real_token(workdir):
+    directory, _, _ = workdir
+    assert load(directory, mask_token_id=299).mask_token_id == 299
+    with pytest.raises(UserError, match="mask_token_id=50 is the real token"):
+        load(directory, mask_token_id=50)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"config": {"vocab_size": 3}}', '{"config": 3}'])
+def test_a_broken_model_file_is_named(workdir, text):
+    directory, _, _ = workdir
+    (directory / "model.json").write_text(text)
+    with pytest.raises(UserError, match="model.json: ") as error:
+        load(directory)
+    assert "\n" not in str(error.value)

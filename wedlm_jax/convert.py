@@ -1,13 +1,12 @@
 """Checkpoint or HF directory -> HF directory, and the proof that PyTorch computes the same with it.
 
-    python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arch qwen3 --verify
+python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arch qwen3 --verify
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,8 +19,9 @@ import tyro
 from wedlm_jax import pretrained
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.hf.config import Arch, read_json
-from wedlm_jax.hf.weights import params_of, transformer_from
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.version import __version__
 
 TOLERANCE = 1e-4  # of max(1, largest logit), in float32
 
@@ -36,32 +36,29 @@ class Convert:
     """Directory to write; an earlier export is replaced."""
     arch: Arch = "wedlm"
     """Model type to declare: qwen3 and qwen2 are read by stock transformers."""
-    verify: bool = False
+    verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Load both sides with torch and transformers, compare logits with ours in float32."""
 
 
 def convert(args: Convert) -> None:
     if args.verify:
         _require_torch()
-    source = Path(args.source)
-    dtype = pretrained.exact_dtype(source) if source.is_dir() else None
-    model = pretrained.load(args.source, dtype)
+    source = pretrained.locate(args.source)
+    model = pretrained.load(source, pretrained.exact_dtype(source))
     pretrained.save(model, args.target, args.arch)
-    print(f"{args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
+    print(f"wrote {args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
     if args.verify:
-        verify(args.source, args.target)
+        verify(source, args.target)
 
 
-def verify(source: str | Path, target: Path) -> None:
-    """Raises `UserError` where torch on `target` (and on `source`, an HF directory) gives other logits than we give for `source`."""
+def verify(source: Path, target: Path) -> None:
+    """Raises `UserError` where torch on `target`, or on an HF `source`, gives other logits than we for `source`."""
     _require_torch()
     model = pretrained.load(source, "float32")
     tokens, positions = _probe(model.config.vocab_size)
     ours = _our_logits(model, tokens, positions)
     del model
-    sides = [Path(target)]
-    if (Path(source) / "config.json").is_file():
-        sides.append(Path(source))
+    sides = [target] if pretrained.is_workdir(source) else [target, source]
     tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
     for side in sides:
         difference = float(np.abs(_torch_logits(side, tokens, positions) - ours).max())
@@ -72,7 +69,7 @@ def verify(source: str | Path, target: Path) -> None:
 
 
 def _probe(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random tokens [2, 48]: a row in order, and a row reordered as a decode window is (filled first, positions kept)."""
+    """Tokens and positions [2, 48]: a row in order, and one reordered as a decode window is (filled slots first)."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab_size, (2, 48), dtype=np.int32)
     window = 32 + np.argsort(rng.random(16) < 0.5, kind="stable")
@@ -89,13 +86,21 @@ def _our_logits(model: Model, tokens: np.ndarray, positions: np.ndarray) -> np.n
 def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     raw: dict[str, Any] = read_json(directory / "config.json")
-    is_qwen3 = raw["model_type"] == "qwen3" or raw.get("qk_norm", False)  # a wedlm forward pass is that of one of the two
+    is_qwen3 = raw["model_type"] == "qwen3" or raw.get(
+        "qk_norm", False
+    )  # a wedlm forward pass is that of one of the two
     model_class, config_class = (Qwen3ForCausalLM, Qwen3Config) if is_qwen3 else (Qwen2ForCausalLM, Qwen2Config)
     fields = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map", "architectures")}
     model = model_class.from_pretrained(
-        str(directory), config=config_class(**fields), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        str(directory),
+        config=config_class(**fields),
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
     ).eval()
     ids = torch.from_numpy(tokens.astype(np.int64))
     with torch.no_grad():
@@ -116,7 +121,7 @@ def _size_of(directory: Path) -> int:
 @entry
 def main() -> None:
     if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {package_version('wedlm_jax')}")
+        print(f"wedlm_jax {__version__}")
         return
     jax.config.update("jax_platforms", "cpu")  # float32 is float32 there, and no accelerator is needed or taken
     convert(tyro.cli(Convert, prog="python -m wedlm_jax.convert", description=__doc__))

@@ -17,7 +17,7 @@ def oracle_model(request) -> Path:
 
 @pytest.fixture
 def copy_of(tmp_path):
-    """copy_of(name, field=value, ...): a writable copy of an oracle model whose config.json has these fields; ... removes one."""
+    """copy_of(name, field=value, ...): a copy of an oracle model with these config fields (`...` removes one)."""
 
     def copy(name: str, **fields) -> Path:
         directory = tmp_path / name

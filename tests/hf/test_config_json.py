@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig: old and new keys, defaults of the reference classes, and every field that is not implemented."""
+"""config.json <-> ModelConfig: old and new keys, reference defaults, every field that is not implemented."""
 
 import dataclasses
 import json
@@ -144,7 +144,15 @@ def test_neutral_values_are_accepted(fields):
 
 
 @pytest.mark.parametrize(
-    "name", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"]
+    "name",
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ],
 )
 def test_a_missing_field_is_named(name):
     with pytest.raises(UserError, match=f"config.json: missing field {name}$"):
@@ -158,7 +166,13 @@ def test_all_missing_fields_are_named_at_once():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("vocab_size", "220"), ("hidden_size", -1), ("num_hidden_layers", 2.0), ("rope_theta", "1e6"), ("tie_word_embeddings", 1)],
+    [
+        ("vocab_size", "220"),
+        ("hidden_size", -1),
+        ("num_hidden_layers", 2.0),
+        ("rope_theta", "1e6"),
+        ("tie_word_embeddings", 1),
+    ],
 )
 def test_a_field_of_the_wrong_type_is_named(name, value):
     with pytest.raises(UserError, match=f"config.json: {name}="):
@@ -178,11 +192,14 @@ def test_an_unreadable_config_is_named(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("arch", "bias", "norm"), [("wedlm", True, False), ("wedlm", False, True), ("qwen3", False, True), ("qwen2", True, False)]
+    ("arch", "bias", "norm"),
+    [("wedlm", True, False), ("wedlm", False, True), ("qwen3", False, True), ("qwen2", True, False)],
 )
 def test_export_and_reading_back_is_the_identity(arch, bias, norm):
     config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
-    raw = json.loads(json.dumps(to_hf(config, arch, mask_token_id=7, special_ids={"eos_token_id": 3, "bos_token_id": None})))
+    raw = json.loads(
+        json.dumps(to_hf(config, arch, mask_token_id=7, special_ids={"eos_token_id": 3, "bos_token_id": None}))
+    )
     assert from_hf(raw, FILE) == config
     assert (raw["mask_token_id"], raw["eos_token_id"], "bos_token_id" in raw) == (7, 3, False)
     assert raw["rope_theta"] == raw["rope_parameters"]["rope_theta"] == 5e5

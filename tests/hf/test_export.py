@@ -30,7 +30,11 @@ def test_shards_stay_under_the_limit_and_the_index_lists_every_tensor(tmp_path):
         size = sum(t.nbytes for t in tensors.values())
         assert size <= limit
         total += size
-    assert index["metadata"]["total_size"] == total == sum(t.nbytes for t in load_file(MODEL / "model.safetensors").values())
+    assert (
+        index["metadata"]["total_size"]
+        == total
+        == sum(t.nbytes for t in load_file(MODEL / "model.safetensors").values())
+    )
     count = len(set(index["weight_map"].values()))
     assert f"model-00001-of-{count:05d}.safetensors" in names(tmp_path / "out")
     assert "model.safetensors" not in names(tmp_path / "out")

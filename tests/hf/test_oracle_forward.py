@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from wedlm_jax.hf.weights import load_hf, params_of, transformer_from
+from wedlm_jax.hf.weights import load_hf
+from wedlm_jax.model.parameters import params_of, transformer_from
 
 from .conftest import MODELS, ORACLE
 

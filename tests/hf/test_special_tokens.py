@@ -13,7 +13,9 @@ from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 
-CONFIG = ModelConfig(vocab_size=220, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8)
+CONFIG = ModelConfig(
+    vocab_size=220, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8
+)
 
 
 def tokenizer(words: int = 200, **special) -> PreTrainedTokenizerFast:
@@ -66,7 +68,9 @@ def test_a_declared_free_row_or_mask_token_is_no_warning(copy_of):
 def test_for_an_ar_base_the_callers_collision_is_an_error(copy_of):
     directory = copy_of("qwen3_plain")
     tokenizer(additional_special_tokens=["<tool_response>"]).save_pretrained(directory)
-    with pytest.raises(UserError, match="mask_token_id=200 is the real token '<tool_response>' of the tokenizer; choose a free"):
+    with pytest.raises(
+        UserError, match="mask_token_id=200 is the real token '<tool_response>' of the tokenizer; choose a free"
+    ):
         load_hf(directory, mask_token_id=200)
     assert load_hf(directory, mask_token_id=201).mask_token_id == 201
 

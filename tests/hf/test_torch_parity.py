@@ -64,13 +64,22 @@ def test_no_field_of_the_exported_config_is_lost_on_transformers(exported):
     model, directory, _ = exported
     config = transformers.AutoConfig.from_pretrained(directory)
     raw = json.loads((directory / "config.json").read_text())
-    for name in ("hidden_size", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "layer_types"):
+    for name in (
+        "hidden_size",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "layer_types",
+    ):
         assert getattr(config, name) == raw[name]
     assert config.rope_parameters["rope_theta"] == model.config.rope_theta
     assert config.dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["wedlm_qwen3", "wedlm_qwen25", "wedlm_qwen3_tied_sharded", "qwen3_plain", "qwen2_plain"])
+@pytest.mark.parametrize(
+    "name", ["wedlm_qwen3", "wedlm_qwen25", "wedlm_qwen3_tied_sharded", "qwen3_plain", "qwen2_plain"]
+)
 def test_greedy_ar_of_transformers_equals_ours_token_for_token(name, tmp_path):
     model = load_hf(ORACLE / name / "model", "float32")
     save_hf(model, tmp_path / "out", "qwen3" if model.config.qk_norm else "qwen2")

@@ -1,21 +1,21 @@
-"""Weights in: identity of the round trip, dtypes, hub ids, and one clear line for every way a directory can be broken."""
+"""Weights in: identity of the round trip, dtypes, hub ids, one clear line for every way a directory can be broken."""
 
 import json
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf import weights
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.weight_map import TABLE, rows
-from wedlm_jax.hf.weights import load_hf, params_of, transformer_from
+from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 
 from .conftest import ORACLE
 
@@ -72,7 +72,7 @@ def test_unknown_dtype_is_refused():
 @pytest.mark.parametrize(("bias", "norm"), [(True, False), (False, True), (True, True)])
 def test_the_table_names_every_parameter_once_with_its_shape(tied, bias, norm):
     config = ModelConfig(40, 12, 20, 3, 4, 2, 6, tie_word_embeddings=tied, qkv_bias=bias, qk_norm=norm)
-    params = params_of(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    params = jax.eval_shape(lambda: init_params(config, 0))
     shapes = {row.ours: ((config.num_layers,) if row.stacked else ()) + row.our_shape(config) for row in rows(config)}
     assert shapes == {name: value.shape for name, value in params.items()}
     assert len({row.hf for row in TABLE}) == len(TABLE)
@@ -80,7 +80,7 @@ def test_the_table_names_every_parameter_once_with_its_shape(tied, bias, norm):
 
 def test_parameters_that_do_not_fit_the_config_are_named():
     config = ModelConfig(40, 12, 20, 3, 4, 2, 6)
-    params = params_of(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    params = jax.eval_shape(lambda: init_params(config, 0))
     params["layers.extra"] = params.pop("final_norm.scale")
     with pytest.raises(UserError, match="final_norm.scale, layers.extra"):
         transformer_from(config, params)
@@ -155,7 +155,9 @@ def test_index_that_places_a_tensor_wrongly_is_named(copy_of):
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     index["weight_map"]["model.norm.weight"] = "model-00001-of-00004.safetensors"
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match="places model.norm.weight in model-00001-of-00004.safetensors, which does not hold"):
+    with pytest.raises(
+        UserError, match="places model.norm.weight in model-00001-of-00004.safetensors, which does not hold"
+    ):
         load_hf(directory)
 
 
@@ -201,7 +203,9 @@ def test_a_tied_head_may_be_stored_too_but_only_as_the_same_matrix(copy_of):
     assert load_hf(directory).transformer.lm_head is None
     tensors["lm_head.weight"][3, 4] += 1
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(UserError, match="ties the head to the embedding, but lm_head.weight and model.embed_tokens.weight differ"):
+    with pytest.raises(
+        UserError, match="ties the head to the embedding, but lm_head.weight and model.embed_tokens.weight differ"
+    ):
         load_hf(directory)
 
 

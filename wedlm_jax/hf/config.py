@@ -68,7 +68,14 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
     if arch not in ARCHITECTURES:
         raise UserError(f"{file}: model_type={arch!r} is not implemented; known are {', '.join(ARCHITECTURES)}")
     _refuse_unimplemented(raw, file)
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    required = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     missing = [name for name in required if name not in raw]
     if missing:
         raise UserError(f"{file}: missing field {', '.join(missing)}")
@@ -101,7 +108,9 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
         raise UserError(f"{file}: {error}") from None
 
 
-def to_hf(config: ModelConfig, arch: Arch, *, mask_token_id: int | None, special_ids: Mapping[str, Any]) -> dict[str, Any]:
+def to_hf(
+    config: ModelConfig, arch: Arch, *, mask_token_id: int | None, special_ids: Mapping[str, Any]
+) -> dict[str, Any]:
     """The complete config.json of an export, under old and new keys, so that tools of either age read it.
 
     Args:
@@ -159,7 +168,9 @@ def require_fit(config: ModelConfig, arch: str) -> None:
         raise UserError(f"arch=qwen3 has a qk norm and no qkv bias, this model has {have}; choose {mend}")
     if arch == "wedlm" and config.qkv_bias and config.qk_norm:
         # The official engine takes "has a bias" to mean "has no qk norm", and would skip the norm without a word.
-        raise UserError(f"arch=wedlm cannot hold a qkv bias and a qk norm together, this model has {have}; choose {mend}")
+        raise UserError(
+            f"arch=wedlm cannot hold a qkv bias and a qk norm together, this model has {have}; choose {mend}"
+        )
 
 
 def token_ids(value: Any, name: str, file: Path) -> tuple[int, ...]:
@@ -179,7 +190,9 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
         raise UserError(f"{file}: attention_bias=True is not implemented for model_type=qwen3 (only False)")
     others = sorted(set(raw.get("layer_types") or ()) - {FULL_ATTENTION})
     if others:
-        raise UserError(f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})")
+        raise UserError(
+            f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})"
+        )
     for name in ("rope_scaling", "rope_parameters"):
         rope = raw.get(name)
         if rope is None:
@@ -194,11 +207,10 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
 
 def _rope_theta(raw: Mapping[str, Any], file: Path) -> float:
     new = raw.get("rope_parameters") or {}
-    if "rope_theta" in new and "rope_theta" in raw and new["rope_theta"] != raw["rope_theta"]:
-        raise UserError(
-            f"{file}: rope_theta={raw['rope_theta']} and rope_parameters.rope_theta={new['rope_theta']} differ; keep one"
-        )
-    return _real(new if "rope_theta" in new else raw, "rope_theta", DEFAULT_ROPE_THETA, file)
+    old, newer = (_real(fields, "rope_theta", DEFAULT_ROPE_THETA, file) for fields in (raw, new))
+    if "rope_theta" in raw and "rope_theta" in new and old != newer:
+        raise UserError(f"{file}: rope_theta={old} and rope_parameters.rope_theta={newer} differ; keep one")
+    return newer if "rope_theta" in new else old
 
 
 def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> int:
@@ -207,7 +219,9 @@ def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> in
     if raw["model_type"] == "qwen3" and "head_dim" not in raw:
         return QWEN3_DEFAULT_HEAD_DIM
     if hidden % heads:
-        raise UserError(f"{file}: head_dim is missing and hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        raise UserError(
+            f"{file}: head_dim is missing and hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
+        )
     return hidden // heads
 
 

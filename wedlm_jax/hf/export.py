@@ -17,8 +17,8 @@ from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
-from wedlm_jax.hf.weights import params_of
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of
 
 EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory may be replaced by a new export
 MAX_SHARD_SIZE = 5 * 10**9

@@ -41,7 +41,9 @@ class StoredTensors:
         elif shards := sorted(directory.glob("*.safetensors")):
             raise UserError(f"{directory}: {shards[0].name} is here but {INDEX_FILE} is not; copy the index too")
         elif (directory / "pytorch_model.bin").is_file() or (directory / "pytorch_model.bin.index.json").is_file():
-            raise UserError(f"{directory}: only pickled weights (pytorch_model.bin), never read here; save as safetensors")
+            raise UserError(
+                f"{directory}: only pickled weights (pytorch_model.bin), never read here; save as safetensors"
+            )
         else:
             raise UserError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}")
         self.shapes = {name: tuple(s.get_slice(name).get_shape()) for name, s in self._shards.items()}
@@ -68,7 +70,7 @@ class TensorToWrite(NamedTuple):
 
 
 def write_tensors(directory: Path, tensors: Sequence[TensorToWrite], max_shard_size: int) -> None:
-    """Writes `model.safetensors`, or shards of at most `max_shard_size` bytes and their index; one tensor in memory at a time."""
+    """Writes `model.safetensors`, or shards of at most `max_shard_size` bytes and an index, one tensor at a time."""
     shards: list[list[TensorToWrite]] = [[]]
     room = max_shard_size
     for tensor in tensors:
@@ -80,7 +82,7 @@ def write_tensors(directory: Path, tensors: Sequence[TensorToWrite], max_shard_s
     if len(shards) == 1:
         _write_file(directory / SINGLE_FILE, shards[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write_file(directory / name, shard)
@@ -124,7 +126,9 @@ def _open_indexed(index: Path) -> dict[str, Any]:
     files = sorted(set(weight_map.values()))
     absent = [name for name in files if not (index.parent / name).is_file()]
     if absent:
-        raise UserError(f"{index.parent}: missing shard {', '.join(absent)}, which {index.name} names; copy or download it")
+        raise UserError(
+            f"{index.parent}: missing shard {', '.join(absent)}, which {index.name} names; copy or download it"
+        )
     opened = {name: _open(index.parent / name) for name in files}
     for file, shard in opened.items():
         listed, held = {name for name, at in weight_map.items() if at == file}, set(shard.keys())

@@ -60,8 +60,8 @@ def resolve_mask_token_id(
 ) -> int | None:
     """The mask id: the caller's, else the one that config.json declares, else the tokenizer's, else None.
 
-    A declared id that is a real token is only warned of, and so is the caller's for a `wedlm` checkpoint: the weights were
-    trained that way. For an AR base the caller's choice is checked by `choose_mask_token_id`.
+    A declared id that is a real token is only warned of, and so is the caller's for a `wedlm` checkpoint: the weights
+    were trained that way. For an AR base the caller's choice is checked by `choose_mask_token_id`.
     """
     declared = raw_config.get("mask_token_id")
     if declared is not None:
@@ -84,13 +84,15 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
     """The mask id for an AR base that is to be adapted: `requested`, else the tokenizer's own, else the first free row.
 
     Raises:
-      UserError: `requested` is a real token or not a row of the vocabulary; or no row is free (Qwen2.5 and Qwen3 pad their
-        vocabulary, so that 151665 is free in the first, but `<tool_response>` in the second).
+      UserError: `requested` is a real token or not a row of the vocabulary; or no row is free. (Qwen2.5 and Qwen3 pad
+        their vocabulary; 151665 is free in the first, and `<tool_response>` in the second.)
     """
     if requested is not None:
         _require_in_vocabulary(requested, config, "mask_token_id")
         if token := real_token(tokenizer, requested):
-            raise UserError(f"mask_token_id={requested} is the real token {token!r} of the tokenizer; choose a free row")
+            raise UserError(
+                f"mask_token_id={requested} is the real token {token!r} of the tokenizer; choose a free row"
+            )
         return requested
     if tokenizer is None:
         raise UserError("mask_token_id: without a tokenizer the free rows of the vocabulary are unknown; pass an id")

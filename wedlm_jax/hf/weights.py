@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
@@ -19,7 +18,7 @@ from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer, resolve_eos_
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.parameters import transformer_from
 
 DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
 
@@ -29,7 +28,8 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
 
     Args:
       path: directory with config.json, safetensors (one file, or shards and an index) and perhaps tokenizer files.
-      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; default bfloat16 on accelerators, float32 on CPU.
+      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
+        and float32 on CPU.
       mask_token_id: overrides config.json and tokenizer.
 
     Raises:
@@ -55,7 +55,7 @@ def resolve_dtype(dtype: Any) -> DType:
         name = str(dtype)
     if name not in ("float32", "bfloat16"):
         raise UserError(f"dtype={name} is not implemented; choose float32 or bfloat16")
-    return name  # type: ignore[return-value]
+    return name
 
 
 def local_directory(path: str | Path) -> Path:
@@ -88,15 +88,11 @@ def is_hub_id(path: str | Path) -> bool:
 def read_params(
     directory: Path, config: ModelConfig, place: Callable[[str, np.ndarray], jax.Array] = lambda _, x: jnp.asarray(x)
 ) -> dict[str, jax.Array]:
-    """Our parameters by path ("layers.mlp.up_proj.kernel"), one at a time on the host; `place` puts each on its devices."""
+    """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then `place` has it."""
     tensors = StoredTensors(directory)
     _require_match(tensors, config)
     if config.tie_word_embeddings and HEAD.hf in tensors.shapes:
-        if not np.array_equal(tensors.read(HEAD.hf), tensors.read(EMBEDDING.hf)):
-            raise UserError(
-                f"{directory}: config.json ties the head to the embedding, but {HEAD.hf} and {EMBEDDING.hf} differ; "
-                "set tie_word_embeddings to false or remove the head"
-            )
+        _require_same_head(tensors)
     dtype = jnp.dtype(config.param_dtype)
     params = {}
     for row in rows(config):
@@ -106,22 +102,6 @@ def read_params(
             part[...] = row.from_hf(tensors.read(name), config)
         params[row.ours] = place(row.ours, stacked if row.stacked else stacked[0])
     return params
-
-
-def transformer_from(config: ModelConfig, params: dict[str, jax.Array]) -> Transformer:
-    """A transformer around given parameters; nothing is initialised."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
-    flat = {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
-    if flat.keys() != params.keys():
-        raise UserError(f"parameters do not fit the config: {', '.join(sorted(flat.keys() ^ params.keys()))}")
-    filled = [(tuple(name.split(".")), variable.replace(params[name])) for name, variable in flat.items()]
-    return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
-def params_of(transformer: Transformer) -> dict[str, jax.Array]:
-    """The parameters of a transformer by path."""
-    state = nnx.to_flat_state(nnx.state(transformer, nnx.Param))
-    return {".".join(map(str, path)): variable[...] for path, variable in state}
 
 
 def stored_dtype(directory: Path) -> DType:
@@ -146,6 +126,14 @@ def _require_match(tensors: StoredTensors, config: ModelConfig) -> None:
     problems += [f"misshapen {_names(names)} ({shapes})" for shapes, names in sorted(misshapen.items())]
     if problems:
         raise UserError(f"{tensors.directory}: the tensors do not fit config.json: {'; '.join(problems)}")
+
+
+def _require_same_head(tensors: StoredTensors) -> None:
+    if not np.array_equal(tensors.read(HEAD.hf), tensors.read(EMBEDDING.hf)):
+        raise UserError(
+            f"{tensors.directory}: config.json ties the head to the embedding, but {HEAD.hf} and {EMBEDDING.hf} differ; "
+            "set tie_word_embeddings to false or remove the head"
+        )
 
 
 def _names(names: Iterable[str]) -> str:
