@@ -34,7 +34,6 @@ ON_ONE_FLOOR = {
     ("train_step", "train_state"),
     ("checkpoint", "train_state"),  # what is saved
     ("__init__", "generate"),  # wedlm_jax.generate is the function
-    ("generate", "__init__"),  # and the command, which reads the version
 }
 
 Imports = dict[str, set[str]]  # module -> the modules of the package that it imports
@@ -59,7 +58,9 @@ def _package_imports(file: Path, package: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import; write the whole path"
             if _top(node.module) == package.name:
-                for alias in node.names:  # `from package import module` names a module, `from module import name` does not
+                for (
+                    alias
+                ) in node.names:  # `from package import module` names a module, `from module import name` does not
                     inner = f"{node.module}.{alias.name}"
                     yield inner if inner in _modules(package) else node.module
 
@@ -110,15 +111,35 @@ def test_every_import_listed_for_one_floor_exists(imports):
 @pytest.mark.parametrize(
     ("file", "line", "fault"),
     [
-        ("ops/attention.py", "from wedlm_jax.model import rope", "wedlm_jax.ops.attention imports wedlm_jax.model.rope"),
+        (
+            "ops/attention.py",
+            "from wedlm_jax.model import rope",
+            "wedlm_jax.ops.attention imports wedlm_jax.model.rope",
+        ),
         ("model/rope.py", "import wedlm_jax.data.packing", "wedlm_jax.model.rope imports wedlm_jax.data.packing"),
-        ("evals/sweep.py", "from wedlm_jax.experiment import load", "wedlm_jax.evals.sweep imports wedlm_jax.experiment"),
-        ("hf/weights.py", "def f():\n    from wedlm_jax import decode", "wedlm_jax.hf.weights imports wedlm_jax.decode"),
+        (
+            "evals/sweep.py",
+            "from wedlm_jax.experiment import load",
+            "wedlm_jax.evals.sweep imports wedlm_jax.experiment",
+        ),
+        (
+            "hf/weights.py",
+            "def f():\n    from wedlm_jax import decode",
+            "wedlm_jax.hf.weights imports wedlm_jax.decode",
+        ),
         ("attic.py", "", "the room attic has no floor"),
     ],
 )
 def test_an_import_that_points_up_is_found(file, line, fault, tmp_path):
-    for name in ("__init__", "ops/attention", "model/rope", "data/packing", "evals/sweep", "hf/weights", "decode/__init__"):
+    for name in (
+        "__init__",
+        "ops/attention",
+        "model/rope",
+        "data/packing",
+        "evals/sweep",
+        "hf/weights",
+        "decode/__init__",
+    ):
         (tmp_path / PACKAGE / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / PACKAGE / f"{name}.py").touch()
     (tmp_path / PACKAGE / file).write_text(line)
@@ -153,3 +174,18 @@ def test_nothing_is_left_for_later():
     folders = ("wedlm_jax", "experiments", "benchmarks", "launch")
     files = (f for folder in folders for f in (REPOSITORY / folder).rglob("*") if f.suffix in {".py", ".sh"})
     assert [str(file) for file in files if mark.search(file.read_text(encoding="utf-8"))] == []
+
+
+def test_the_readme_links_to_what_exists():
+    links = re.findall(
+        r"\[(`?)([^\]`]*)`?\]\((?!https?:)([^)]+)\)", (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    )
+    assert links
+    for code, name, target in links:
+        file = REPOSITORY / target
+        assert file.is_file(), f"README.md links to {target}"
+        if code:
+            defined = rf"^\s*(def|class) {name}\b"
+            assert re.search(defined, file.read_text(encoding="utf-8"), re.MULTILINE), (
+                f"README.md: {target} has no {name}"
+            )
