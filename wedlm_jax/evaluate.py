@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,6 @@ from rich.panel import Panel
 from rich.progress import Progress
 from rich.text import Text
 
-import wedlm_jax
 from wedlm_jax import pretrained
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
@@ -40,8 +40,9 @@ from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
-from wedlm_jax.hf.weights import params_of, transformer_from
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.version import __version__
 
 MASKED_LOSS_BATCHES, MASKED_LOSS_ROWS = 4, 8
 
@@ -81,7 +82,7 @@ def plan_experiment(args: Evaluate) -> Plan:
     if args.decode != DecodeConfig():
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
     named = load_experiment(args.exp)
-    workdir = args.workdir or Path("runs") / named.name
+    workdir = args.workdir or named.workdir
     if not pretrained.is_workdir(workdir):
         at = "" if args.workdir is None else f" --workdir {workdir}"
         raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {args.exp}{at}")
@@ -137,7 +138,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     title = f"{plan.title}: held-out problems, batches of {plan.config.batch_size}, {device()}"
     console.print(results_table(rows, title))
     results: dict[str, Any] = {
-        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": wedlm_jax.__version__},
+        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
         "rows": [dataclasses.asdict(row) for row in rows],
     }  # fmt: skip
     if plan.experiment is not None and plan.config.held_out_files:
@@ -225,13 +226,15 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 
 
 def device() -> str:
-    return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    """What the decoding ran on: one device, since nothing here is sharded."""
+    first = jax.devices()[0]
+    return f"CPU with {os.cpu_count()} cores" if first.platform == "cpu" else first.device_kind
 
 
 @entry
 def main() -> None:
     if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {wedlm_jax.__version__}")
+        print(f"wedlm_jax {__version__}")
         return
     args = tyro.cli(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
     if (args.exp is None) == (args.model is None):

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 from matplotlib import colormaps
+from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -19,28 +20,35 @@ P_CACHE_NOTE = (
 
 
 def results_table(rows: Sequence[Row], title: str) -> Table:
-    """One line a row, task by task."""
-    table = Table(title=title, caption=P_CACHE_NOTE, caption_justify="left", title_justify="left")
-    table.add_column("task", no_wrap=True)
+    """One line a row, under a line for each task; fits 80 columns."""
+    table = Table(
+        title=title, title_justify="left", caption=P_CACHE_NOTE, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )  # fmt: skip
     table.add_column("decoder", no_wrap=True)
-    for name in ("exact match", "95 %", "n", "tokens/forward", "p_cache", "tokens/s", "vs AR", "same as AR"):
-        table.add_column(name, justify="right", no_wrap=name != "tokens/forward")
+    for name in ("exact match\n(95 %)", "tokens/\nforward", "p_cache", "tokens/s", "speed\nvs AR", "same\nas AR"):
+        table.add_column(name, justify="right", no_wrap=True)
     for task, group in itertools.groupby(rows, key=lambda row: row.task):
-        for i, row in enumerate(group):
-            table.add_row(
-                task if i == 0 else "",
-                row.label,
-                "" if row.accuracy is None else f"{row.accuracy:.1%}",
-                "" if row.low is None else f"{100 * row.low:.0f}-{100 * row.high:.0f}",  # type: ignore[operator]
-                str(row.n),
-                f"{row.tokens_per_forward:.2f}",
-                f"{row.p_cache:.2f}",
-                f"{row.tokens_per_second:.0f}",
-                "" if row.speedup_over_ar is None else f"{row.speedup_over_ar:.2f}x",
-                "" if row.equal_to_ar is None or row.settings["decoder"] == "ar" else f"{row.equal_to_ar}/{row.n}",
-            )
+        members = list(group)
+        table.add_row(f"[bold]{task}[/bold], n = {members[0].n}")
+        for row in members:
+            table.add_row(f"  {row.label}", *_cells(row))
         table.add_section()
     return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    match = "-"
+    if row.accuracy is not None and row.low is not None and row.high is not None:
+        match = f"{100 * row.accuracy:.1f} ({100 * row.low:.0f}-{100 * row.high:.0f})"
+    same = row.equal_to_ar is not None and row.settings["decoder"] != "ar"
+    return (
+        match,
+        f"{row.tokens_per_forward:.2f}",
+        f"{row.p_cache:.2f}",
+        f"{row.tokens_per_second:.0f}",
+        "-" if row.speedup_over_ar is None else f"{row.speedup_over_ar:.2f}x",
+        f"{row.equal_to_ar}/{row.n}" if same else "-",
+    )
 
 
 def filling_steps(completion: Completion, prompt_length: int) -> list[int]:

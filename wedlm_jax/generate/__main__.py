@@ -18,7 +18,6 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-import wedlm_jax
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
@@ -26,6 +25,7 @@ from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.version import __version__
 
 KINDS = {"prompt": "a string", "messages": 'a list of {"role": ..., "content": ...}', "prompt_ids": "a list of token ids"}
 
@@ -176,7 +176,7 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 @entry
 def main() -> None:
     if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {wedlm_jax.__version__}")
+        print(f"wedlm_jax {__version__}")
         return
     generate(tyro.cli(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
 

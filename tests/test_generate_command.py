@@ -1,0 +1,179 @@
+"""`python -m wedlm_jax.generate`: what it writes is what `wedlm_jax.generate` returns; bad input is one line and no output."""
+
+import importlib
+import json
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.pretrained import load, save
+
+command = importlib.import_module("wedlm_jax.generate.__main__")
+
+LINES = [
+    {"prompt": "Q: Count from 3 to 20. A:"},
+    {"prompt_ids": [5, 6, 7]},
+    {"messages": [{"role": "user", "content": "hello"}]},
+]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save(tiny_model(), path)
+    return path
+
+
+@pytest.fixture
+def call(directory, monkeypatch):
+    def run(*flags):
+        monkeypatch.setattr("sys.argv", ["generate", "--model", str(directory), *map(str, flags)])
+        command.main()
+
+    return run
+
+
+@pytest.fixture
+def refused(call, capsys, monkeypatch):
+    """Calls the command, which must fail before anything is decoded; returns its one line."""
+
+    def run(*flags):
+        monkeypatch.setattr(command, "decode_batch", lambda *args, **kwargs: pytest.fail("decoded something"))
+        with pytest.raises(SystemExit) as exit:
+            call(*flags)
+        assert exit.value.code == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1
+        return message
+
+    return run
+
+
+def write(path, *lines):
+    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    return path
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, directory, tmp_path):
+    source, target, trace = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
+    call("--input", source, "--output", target, "--trace", trace, "--batch-size", 2, "--max-new-tokens", 6,
+         "--decoder", "verified", "--window-size", 4, "--temperature", 0.7, "--seed", 3)  # fmt: skip
+    prompts = [next(iter(line.values())) for line in LINES]
+    config = DecodeConfig("verified", window_size=4, max_new_tokens=6, temperature=0.7, seed=3)
+    expected = generate(load(directory), prompts, config)
+    assert read(target) == [
+        {"ids": c.ids, "text": c.text, "finish_reason": c.finish_reason, "stats": c.stats.as_dict()} for c in expected
+    ]
+    forwards = read(trace)
+    assert [step["prompt"] for step in forwards] == [i for i, c in enumerate(expected) for _ in range(c.stats.forwards)]
+    assert sum(step["emitted"] for step in forwards) == sum(len(c.ids) for c in expected)
+    assert sorted(tmp_path.iterdir()) == [source, target, trace]  # no partial file is left
+
+
+def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call, directory, capsys):
+    call("--prompt", "Q: Count", "--decoder", "ar", "--max-new-tokens", 5)
+    (expected,) = generate(load(directory), ["Q: Count"], DecodeConfig("ar", max_new_tokens=5))
+    shown = capsys.readouterr()
+    assert shown.out == expected.text + "\n"
+    assert "generated_tokens 5" in shown.err and "p_cache 1," in shown.err
+
+
+def test_every_decode_setting_is_a_flag(call, monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "generate", seen.append)
+    call("--prompt", "x", "--decoder", "blockwise", "--window-size", 8, "--entropy-threshold", "inf",
+         "--distance-penalty", 0.5, "--refill", "paper", "--block-size", 4, "--confidence-threshold", 0,
+         "--max-new-tokens", 7, "--temperature", 0.5, "--top-k", 3, "--top-p", 0.9, "--stop-ids", 1, 2,
+         "--stop", "\n\n", "END", "--mask-token-id", 3, "--no-ban-mask", "--seed", 9)  # fmt: skip
+    assert seen[0].decode == DecodeConfig(
+        "blockwise", 8, float("inf"), 0.5, "paper", 4, 0.0, 7, 0.5, 3, 0.9, (1, 2), ("\n\n", "END"), 3, False, 9
+    )
+    call("--prompt", "none", "--entropy-threshold", "none")
+    assert seen[1].decode == DecodeConfig(entropy_threshold=None) and seen[1].prompt == "none"
+
+
+def test_none_is_understood_in_any_case_for_flags_that_may_be_none_alone():
+    assert spell_none(["--stop-ids", "NONE", "--prompt", "none"]) == ["--stop-ids", "None", "--prompt", "none"]
+
+
+@pytest.mark.parametrize(
+    "line, complaint",
+    [
+        (b'{"prompt": "a"', "not JSON"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"", "the line is empty"),
+        (b'{"prompt": "\xff"}', "not UTF-8"),
+        ({}, "has no key"),
+        ({"text": "a"}, "unknown key 'text'"),
+        ({"prompt": "a", "temperature": 1}, "unknown key 'temperature'"),
+        ({"prompt": "a", "prompt_ids": [1]}, "has prompt and prompt_ids"),
+        ({"prompt": ""}, "prompt is empty"),
+        ({"prompt_ids": []}, "prompt_ids is empty"),
+        ({"messages": []}, "messages is empty"),
+        ({"prompt": 3}, "prompt must be a string"),
+        ({"prompt_ids": "12"}, "prompt_ids must be a list of token ids"),
+        ({"prompt_ids": [1, True]}, "prompt_ids must be a list of token ids"),
+        ({"messages": [{"role": "user"}]}, "messages must be a list of"),
+        ({"prompt_ids": [5, 512]}, "token id 512 is not in the vocabulary"),
+        ({"prompt_ids": [5] * 510}, "exceed the model's context of 512"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_decoded_and_the_old_output_stays(refused, tmp_path, line, complaint):
+    source, target = write(tmp_path / "in.jsonl", LINES[0], line, LINES[1]), tmp_path / "out.jsonl"
+    target.write_text("old")
+    message = refused("--input", source, "--output", target, "--max-new-tokens", 6)
+    assert f"{source}:2" in message and complaint in message
+    assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ((), "give one of --prompt TEXT and --input IN.jsonl"),
+        (("--prompt", "a", "--input", "b"), "give one of --prompt TEXT and --input IN.jsonl"),
+        (("--prompt", ""), "--prompt is empty"),
+        (("--input", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
+        (("--prompt", "a", "--output", "nowhere/out.jsonl"), "the folder nowhere does not exist"),
+        (("--prompt", "a", "--output", "/tmp"), "is a folder"),
+        (("--prompt", "a", "--output", "x", "--trace", "x"), "is the file of --output"),
+        (("--prompt", "a", "--batch-size", "0"), "--batch-size 0"),
+        (("--prompt", "a", "--window-size", "0"), "window_size=0"),
+        (("--prompt", "a", "--entropy-threshold", "-1"), "entropy_threshold=-1"),
+        (("--prompt", "a", "--top-p", "0"), "top_p=0"),
+        (("--prompt", "a", "--mask-token-id", "512"), "mask_token_id=512"),
+        (("--prompt", "a", "--max-new-tokens", "600"), "exceed the model's context of 512"),
+    ],
+)
+def test_bad_flags_are_one_line(refused, flags, complaint):
+    assert complaint in refused(*flags)
+
+
+def test_an_empty_file_and_output_over_input_are_refused(refused, tmp_path):
+    empty = write(tmp_path / "empty.jsonl")
+    assert "is empty" in refused("--input", empty)
+    source = write(tmp_path / "in.jsonl", LINES[0])
+    assert "would overwrite" in refused("--input", source, "--output", source)
+
+
+def test_a_model_without_tokenizer_takes_ids_and_writes_no_text(directory, tmp_path, monkeypatch):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((directory / name).read_bytes())
+    source, target = write(tmp_path / "in.jsonl", {"prompt_ids": [5, 6]}), tmp_path / "out.jsonl"
+    flags = ["--decoder", "ar", "--max-new-tokens", "3", "--input", str(source), "--output", str(target)]
+    monkeypatch.setattr("sys.argv", ["generate", "--model", str(bare), *flags])
+    command.main()
+    (line,) = read(target)
+    assert "text" not in line and len(line["ids"]) == 3
+
+
+def test_version(call, capsys):
+    call("--version")
+    assert capsys.readouterr().out.startswith("wedlm_jax ")
