@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.hf.weight_map import rows
-from wedlm_jax.hf.weights import params_of, transformer_from
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of, transformer_from
 
 from ..reference.transformer import ReferenceTransformer
 
@@ -29,6 +30,25 @@ TINY = ModelConfig(
     matmul_precision="highest",
 )
 MASK = TINY.vocab_size - 1
+
+# The compiled loops that the tests share, with batches of ROWS rows, prompts of at most 16 tokens and at most 16 new ones:
+# the settings that a loop is compiled for, and the window or block sizes of its bucket.
+ROWS = 3
+LOOPS: dict[str, tuple[dict, tuple[int, int]]] = {
+    "streaming_eager": (dict(decoder="streaming", refill="eager"), (3, 4)),
+    "streaming_paper": (dict(decoder="streaming", refill="paper"), (5, 8)),
+    "verified": (dict(decoder="verified"), (3, 4)),
+    "blockwise": (dict(decoder="blockwise"), (3, 4)),
+    "ar": (dict(decoder="ar"), (1, 1)),
+}
+
+
+def config_of(loop: str, **fields) -> DecodeConfig:
+    """Settings that run in one of LOOPS, and that take decisions which depend on each of them."""
+    fixed, (_, size) = LOOPS[loop]
+    sizes = dict(window_size=size, block_size=size, max_new_tokens=14)
+    thresholds = dict(entropy_threshold=1.0, confidence_threshold=0.5, stop_ids=())
+    return DecodeConfig(**{**fixed, **sizes, **thresholds, **fields})
 
 
 @functools.cache

@@ -7,8 +7,8 @@ import functools
 import json
 from pathlib import Path
 
-from wedlm_jax.hf.weights import params_of, transformer_from
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.pretrained import load
 
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracle"

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class ReferenceTransformer:
-    """`params` by path, as `wedlm_jax.hf.weights.params_of` gives them; layers are stacked on axis 0."""
+    """`params` by path, as `wedlm_jax.model.parameters.params_of` gives them; layers are stacked on axis 0."""
 
     def __init__(self, config, params: Mapping[str, np.ndarray]):
         self.config = config

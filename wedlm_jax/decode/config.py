@@ -43,12 +43,10 @@ class DecodeConfig:
         for name, choices in (("decoder", Decoder.__args__), ("refill", Refill.__args__)):  # type: ignore[attr-defined]
             if getattr(self, name) not in choices:
                 raise UserError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
-        for name in ("window_size", "block_size", "max_new_tokens"):
-            if _integer(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)}: must be at least 1")
-        if _integer(self, "top_k") < 0:
-            raise UserError(f"top_k={self.top_k}: must be 0 (off) or more")
-        _integer(self, "seed")
+        for name, least in (("window_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+            value = _integer(name, getattr(self, name))
+            if value < least:
+                raise UserError(f"{name}={value}: must be at least {least}")
         # `not (x >= 0)` instead of `x < 0`, so that NaN is refused too.
         for name in ("distance_penalty", "temperature"):
             if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
@@ -59,11 +57,17 @@ class DecodeConfig:
             raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
         if not 0 < _number(self, "top_p") <= 1:
             raise UserError(f"top_p={self.top_p}: must lie in (0, 1]")
-        if isinstance(self.stop, str) or any(not isinstance(s, str) or not s for s in self.stop):
+        if not isinstance(self.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: must be a tuple of non-empty strings")
         object.__setattr__(self, "stop", tuple(self.stop))
         if self.stop_ids is not None:
-            object.__setattr__(self, "stop_ids", tuple(int(i) for i in self.stop_ids))
+            if not isinstance(self.stop_ids, (tuple, list)):
+                raise UserError(f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own")
+            object.__setattr__(self, "stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
+        if self.mask_token_id is not None:
+            _integer("mask_token_id", self.mask_token_id)
+        if not isinstance(self.ban_mask, bool):
+            raise UserError(f"ban_mask={self.ban_mask!r}: must be True or False")
 
     @property
     def uses_masks(self) -> bool:
@@ -85,10 +89,11 @@ class DecodeConfig:
         return bucket if self.decoder == "streaming" and self.refill == "paper" else 2 * bucket
 
 
-def _integer(config: DecodeConfig, name: str) -> int:
-    value = getattr(config, name)
+def _integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UserError(f"{name}={value!r}: must be an integer")
+    if not -(2**31) <= value < 2**31:
+        raise UserError(f"{name}={value}: must fit in 32 bits")
     return int(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -87,19 +88,20 @@ def generate(
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
     """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
     request = make_request(model, prompt, config, row=0, name="prompt")
-    batch = _Batch(model, [request])
     sent_ids, sent_text = 0, ""
-    for state, _ in batch.stepwise():
-        ids, finished = batch.ids(state)[0], not bool(state.running[0])
-        text = None if model.tokenizer is None else batch.text(request, ids, finished)
-        piece = None
-        if text is not None:
-            stable = text if finished else _stable_prefix(text, config.stop)
-            piece = stable[len(sent_text) :]
-            sent_text = stable
-        if len(ids) > sent_ids or piece:
-            yield Commit(ids[sent_ids:], piece)
-            sent_ids = len(ids)
+    with _memory_errors([request]):
+        batch = _Batch(model, [request])
+        for state, _ in batch.stepwise():
+            ids, finished = batch.ids(state)[0], not bool(state.running[0])
+            text = None if model.tokenizer is None else batch.text(request, ids, finished)
+            piece = None
+            if text is not None:
+                stable = text if finished else _stable_prefix(text, config.stop)
+                piece = stable[len(sent_text) :]
+                sent_text = stable
+            if len(ids) > sent_ids or piece:
+                yield Commit(ids[sent_ids:], piece)
+                sent_ids = len(ids)
 
 
 def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
@@ -189,7 +191,8 @@ class _Batch:
     def _end_at_stop_strings(self, state: DecodeState) -> DecodeState:
         generated, finish = np.array(state.generated), np.array(state.finish)
         for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True)):
-            if finish[row] == STOPPED or not request.config.stop:
+            # A row that has just met a stop id is read too: the string may have come before it.
+            if not request.config.stop:
                 continue
             if _first_stop(self.model.tokenizer.decode(ids), request.config.stop) is not None:
                 # Keep the fewest tokens whose text holds the stop string.
@@ -205,7 +208,7 @@ class _Batch:
 def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
     """Decodes requests of one decoder, refill rule and window bucket as one batch."""
     traces: list[list[dict]] = [[] for _ in requests]
-    try:
+    with _memory_errors(requests):
         batch = _Batch(model, requests)
         if trace or requests[0].config.stop:
             for state, record in batch.stepwise():
@@ -214,6 +217,16 @@ def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Com
         else:
             state = batch.run()
         completions = batch.completions(state)
+    if not trace:
+        return completions
+    return [dataclasses.replace(c, trace=t) for c, t in zip(completions, traces, strict=True)]
+
+
+@contextlib.contextmanager
+def _memory_errors(requests: Sequence[Request]) -> Iterator[None]:
+    """Turns the device's out-of-memory error into one line that names what to lower."""
+    try:
+        yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -222,9 +235,6 @@ def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Com
             f"out of memory with a batch of {len(requests)} and a window of {config.window_size} (max_new_tokens="
             f"{config.max_new_tokens}): pass fewer prompts at a time, or lower window_size or max_new_tokens"
         ) from error
-    if not trace:
-        return completions
-    return [dataclasses.replace(c, trace=t) for c, t in zip(completions, traces, strict=True)]
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:

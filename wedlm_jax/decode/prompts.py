@@ -20,9 +20,9 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     """
     if isinstance(prompt, str):
         ids = _tokenizer(model, name).encode(prompt, add_special_tokens=False)
-    elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
+    elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         ids = _apply_template(model, prompt, name)
-    elif all(isinstance(i, (int, np.integer)) and not isinstance(i, bool) for i in prompt):
+    elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[call-overload]
     else:
         raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {prompt!r:.80}")
@@ -32,6 +32,10 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         if not 0 <= i < model.config.vocab_size:
             raise UserError(f"{name}: token id {i} is not in the vocabulary [0, {model.config.vocab_size})")
     return ids
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def _apply_template(model: Model, messages: Sequence[Mapping[str, str]], name: str) -> list[int]:

@@ -35,7 +35,9 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
             return jax.vmap(lambda k: jax.random.gumbel(k, vocabulary.shape))(keys)
 
         temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
-        filtered = filter_logits(logits, settings.top_k, settings.top_p) / temperature[:, None, None]
+        # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
+        relative = logits - jnp.max(logits, axis=-1, keepdims=True)
+        filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
         drawn = jnp.argmax(filtered + jax.vmap(noise)(settings.key, positions), axis=-1)
         return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
 

@@ -1,0 +1,124 @@
+"""The decode loop equals the list-based reference: tokens, finish, forwards and token instances, over random cases.
+
+The reference runs in float64. A row whose closest decision is nearer than `TIE` to a tie may come out either way in float32;
+it is not compared, and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wedlm_jax import DecodeConfig, generate
+
+from ..reference.decoding import Row, decode
+from .models import LOOPS, MASK, ROWS, TINY, reference_of, tiny_model
+
+TIE = 1e-4
+EXAMPLES = 2000 if os.environ.get("WEDLM_FULL") == "1" else 150
+TOKENS = st.integers(0, TINY.vocab_size - 1)
+
+
+@st.composite
+def batches(draw, loop: str) -> tuple[int, list[list[int]], list[DecodeConfig]]:
+    """A weight seed, and a ragged batch of rows that share a loop and nothing else."""
+    fields, (smallest, largest) = LOOPS[loop]
+    prompts, configs = [], []
+    for _ in range(ROWS):
+        sampled = draw(st.booleans())
+        prompts.append(draw(st.lists(TOKENS, min_size=1, max_size=12)))
+        configs.append(
+            DecodeConfig(
+                **fields,
+                window_size=draw(st.integers(smallest, largest)),
+                block_size=draw(st.integers(smallest, largest)),
+                entropy_threshold=draw(st.sampled_from([0.3, 0.7, 1.0, 1.4, 1.8, float("inf"), 0.0, None])),
+                distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
+                confidence_threshold=draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])),
+                max_new_tokens=draw(st.integers(1, 14)),
+                temperature=draw(st.sampled_from([0.3, 0.8, 1.5])) if sampled else 0.0,
+                top_k=draw(st.sampled_from([0, 1, 3, 100])),
+                top_p=draw(st.sampled_from([0.1, 0.6, 0.9, 1.0])),
+                stop_ids=tuple(draw(st.one_of(st.just([]), st.lists(TOKENS, min_size=1, max_size=2)))),
+                mask_token_id=draw(st.sampled_from([MASK, MASK, 3])),
+                ban_mask=draw(st.booleans()),
+                seed=draw(st.integers(0, 3)),
+            )
+        )
+    return draw(st.integers(0, 2)), prompts, configs
+
+
+@jax.jit
+def _noise(seed, row):
+    key = jax.random.fold_in(jax.random.key(seed), row)
+    keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(np.arange(TINY.max_position_embeddings))
+    return jax.vmap(lambda k: jax.random.gumbel(k, (TINY.vocab_size,)))(keys)
+
+
+def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig]) -> list[Row]:
+    model = reference_of(tiny_model(seed))
+    rows = []
+    for number, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
+        noise = np.asarray(_noise(config.seed, number), np.float64)
+        rows.append(decode(model, prompt, config, noise.__getitem__))
+    return rows
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_decoding_equals_the_list_based_reference(loop):
+    compared, discarded, several_a_forward = 0, 0, 0
+
+    @settings(max_examples=EXAMPLES // len(LOOPS), deadline=None, derandomize=True, database=None)
+    @given(batches(loop))
+    def check(batch):
+        nonlocal compared, discarded, several_a_forward
+        seed, prompts, configs = batch
+        completions = generate(tiny_model(seed), prompts, configs)
+        for row, ours in zip(expected(seed, prompts, configs), completions, strict=True):
+            if row.margin < TIE:
+                discarded += 1
+                continue
+            assert ours.ids == row.emitted
+            assert ours.finish_reason == row.finish
+            assert ours.stats.forwards == row.forwards
+            assert ours.stats.tokens_processed == row.processed
+            compared += 1
+            several_a_forward += row.forwards < len(row.emitted)
+
+    check()
+    print(f"{loop}: {compared} rows compared, {discarded} discarded, {several_a_forward} with several tokens a forward")
+    assert discarded <= 0.05 * (compared + discarded)
+    assert several_a_forward > 0.1 * compared or loop == "ar"  # parallel decoding did decode in parallel
+
+
+def test_a_window_of_one_decodes_as_the_reference():
+    config = DecodeConfig(window_size=1, refill="paper", max_new_tokens=6, stop_ids=(), mask_token_id=MASK)
+    row, ours = expected(0, [[1, 2, 3]], [config])[0], generate(tiny_model(0), [[1, 2, 3]], config)[0]
+    assert row.margin > TIE
+    assert (ours.ids, ours.stats.forwards, ours.stats.tokens_processed) == (row.emitted, row.forwards, row.processed)
+
+
+def test_the_reference_can_fail():
+    """A wrong penalty, threshold, refill or seed gives other tokens: the comparison above sees each of them."""
+    base = DecodeConfig(
+        window_size=8, max_new_tokens=14, entropy_threshold=1.0, stop_ids=(), mask_token_id=MASK, temperature=0.8
+    )
+    prompts = [[1, 2, 3], [4, 5, 6, 7], [8]]
+    right = expected(1, prompts, [base] * ROWS)
+    for change in (
+        dict(distance_penalty=0.5),
+        dict(entropy_threshold=0.7),
+        dict(refill="paper"),
+        dict(seed=1),
+        dict(temperature=1.5),
+        dict(top_k=2),
+        dict(window_size=7),
+    ):
+        wrong = expected(1, prompts, [dataclasses.replace(base, **change)] * ROWS)
+        assert [(r.emitted, r.processed) for r in wrong] != [(r.emitted, r.processed) for r in right], change
