@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.diffusion.oracle import ALL_CASES, FIXTURES, MODELS, ROW_LENGTH, cases
+from tests.quick_jit import quick_jit
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, visibility
 from wedlm_jax.diffusion.losses import loss_weights, wedlm_loss
 from wedlm_jax.hf.weight_map import rows as weight_rows
@@ -30,10 +31,7 @@ def built(case):
     return build_dual_stream(*case.batch(), mask_token_id=case.mask_token_id, block_size=case.block_size)
 
 
-# Little optimisation: the functions run a few times each, and compiling them is most of the time of these tests.
-@functools.partial(
-    jax.jit, static_argnames=("config", "block_size"), compiler_options={"xla_backend_optimization_level": 0}
-)
+@functools.partial(quick_jit, static_argnames=("config", "block_size"))
 def logits_losses_and_gradients(config, params, batch, weights, ar_loss_weight, *, block_size):
     def loss_of(params):
         transformer = transformer_from(config, params)

@@ -28,6 +28,7 @@ def corrupt(
     """
     B, L = candidates.shape
     chex.assert_equal_shape([candidates, document_ids, positions])
+    chex.assert_type([document_ids, positions], int)
     chex.assert_is_divisible(L, block_size)
     first = slice(None, None, block_size)
     document, block = document_ids[:, first], positions[:, first] // block_size
@@ -53,6 +54,9 @@ def mask_lowest(scores: jax.Array, candidates: jax.Array, mask_ratio: jax.Array)
     Returns:
       masked bool [..., J].
     """
+    chex.assert_equal_shape([scores, candidates])
+    chex.assert_shape(mask_ratio, candidates.shape[:-1])
+    chex.assert_type(candidates, bool)
     count = jnp.round(mask_ratio * jnp.sum(candidates, axis=-1))
     rank = jnp.argsort(jnp.argsort(jnp.where(candidates, scores, jnp.inf), axis=-1), axis=-1)
     return candidates & (rank < count[..., None])

@@ -49,6 +49,7 @@ def build_dual_stream(
       block_size: J.
     """
     chex.assert_equal_shape([tokens, loss_mask, positions, segment_ids, masked])
+    chex.assert_is_divisible(tokens.shape[1], block_size)
     chex.assert_shape(mask_ratio, (tokens.shape[0], tokens.shape[1] // block_size))
     order = reorder_blocks(masked, segment_ids == 0, block_size=block_size)
 
@@ -71,6 +72,8 @@ def build_dual_stream(
 
 def next_token_targets(tokens: jax.Array, loss_mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """AR targets int [B, L] and where they count, bool [B, L]: never across documents, never onto a prompt token."""
+    chex.assert_equal_shape([tokens, loss_mask, segment_ids])
+    chex.assert_type([tokens, loss_mask, segment_ids], [int, bool, int])
     following = jnp.roll(tokens, -1, axis=1)
     same_document = jnp.roll(segment_ids, -1, axis=1) == segment_ids
     labelled = jnp.roll(loss_mask, -1, axis=1) & same_document & (segment_ids > 0)
@@ -85,6 +88,7 @@ def visibility(segment_ids: jax.Array, *, block_size: int, in_block: Literal["ca
       block_size: J.
       in_block: whether the tokens of a prediction block see each other causally or both ways.
     """
+    chex.assert_rank(segment_ids, 2)
     length = segment_ids.shape[1]
     index = jnp.arange(length)
     causal = index[:, None] >= index[None, :]

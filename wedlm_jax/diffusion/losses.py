@@ -42,6 +42,7 @@ def loss_weights(batch: DualStreamBatch, *, normalization: Normalization) -> Los
 
 def ar_loss_weights(labelled: jax.Array) -> jax.Array:
     """Uniform weights float32 [B, L] that sum to 1 over the labelled rows of the global batch."""
+    chex.assert_type(labelled, bool)
     labelled = labelled.astype(jnp.float32)
     return _divide(labelled, jnp.sum(labelled))
 
@@ -61,7 +62,9 @@ def wedlm_loss(token_losses: jax.Array, weights: LossWeights, *, ar_loss_weight:
     Returns:
       the scalar loss and its parts {"mlm_loss", "ar_loss"}.
     """
-    chex.assert_equal_shape([weights.mlm, weights.ar])
+    B, L = weights.mlm.shape
+    chex.assert_shape(weights.ar, (B, L))
+    chex.assert_shape(token_losses, (B, 2 * L))
     ar_losses, mlm_losses = jnp.split(token_losses, 2, axis=1)
     mlm, ar = jnp.sum(weights.mlm * mlm_losses), jnp.sum(weights.ar * ar_losses)
     return (mlm + ar_loss_weight * ar) / (1.0 + ar_loss_weight), {"mlm_loss": mlm, "ar_loss": ar}

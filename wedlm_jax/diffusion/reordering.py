@@ -21,12 +21,14 @@ def reorder(masked: jax.Array, padding: jax.Array) -> jax.Array:
       order int32 [..., T]: physical slot i holds logical slot order[i].
     """
     chex.assert_equal_shape([masked, padding])
+    chex.assert_type([masked, padding], bool)
     return jnp.argsort(jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
 
 
 def reorder_blocks(masked: jax.Array, padding: jax.Array, *, block_size: int) -> jax.Array:
     """`reorder` inside every block of a row at once: int32 [B, L] indices into the row, from bool [B, L] masked and padding."""
     chex.assert_equal_shape([masked, padding])
+    chex.assert_type([masked, padding], bool)
     chex.assert_is_divisible(masked.shape[1], block_size)
     block = jnp.arange(masked.shape[1]) // block_size
     return jnp.argsort(3 * block[None, :] + jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -68,8 +69,11 @@ class Model:
         return self.transformer.logits(hidden)
 
     def _with_masks(self, tokens: jax.Array, masked: jax.Array | None) -> jax.Array:
+        tokens = jnp.asarray(tokens)
         if masked is None:
-            return jnp.asarray(tokens)
+            return tokens
+        chex.assert_equal_shape([tokens, masked])
+        chex.assert_type(masked, bool)
         return jnp.where(masked, self.require_mask_token_id(), tokens)
 
     def require_mask_token_id(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -29,6 +30,8 @@ class KVCache:
         Only this slab is touched, so that XLA updates the cache in place instead of copying it.
         """
         B, T = k_BTKH.shape[:2]
+        chex.assert_shape(start, (B,))
+        chex.assert_shape([k_BTKH, v_BTKH], (B, T, *self.k.shape[3:]))
         rows = jnp.arange(B)[:, None]
         slots = start[:, None] + jnp.arange(T)[None, :]
 

@@ -24,6 +24,8 @@ def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.
 
 def apply_rope(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the pairs (x[i], x[i + H / 2]) of queries or keys [B, L, heads, H]: the layout of the Qwen checkpoints."""
+    B, L, _, H = x_BLNH.shape
+    chex.assert_shape([cos, sin], (B, L, H // 2))
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLNH.dtype)

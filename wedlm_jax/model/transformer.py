@@ -86,12 +86,14 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32 of hidden states [..., D]; a call of its own, so that nobody pays for unread rows."""
+        chex.assert_axis_dimension(hidden, -1, self.config.hidden_size)
         with jax.default_matmul_precision(self.config.matmul_precision):
             head = self.head.astype(self.config.dtype)
             return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=jnp.float32)
 
     def token_losses(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
         """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L], in chunks of tokens."""
+        chex.assert_shape(hidden, (*targets.shape, self.config.hidden_size))
         with jax.default_matmul_precision(self.config.matmul_precision):
             head = self.head.astype(self.config.dtype)
             return cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1)).reshape(targets.shape)

@@ -32,6 +32,7 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     S, K = k_BSKH.shape[1:3]
     chex.assert_shape([k_BSKH, v_BSKH], (B, S, K, H))
     chex.assert_is_divisible(N, K)
+    chex.assert_type(visible, bool)
     visible_BTS = jnp.broadcast_to(visible, (B, T, S))
     G = N // K
     # Queries of one kv head become rows of one matmul: [B, K, T * G, H].
@@ -60,6 +61,8 @@ def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array
     Returns:
       The merged output [..., H].
     """
+    chex.assert_equal_shape([out_a, out_b])
+    chex.assert_shape([lse_a, lse_b], out_a.shape[:-1])
     lse = jnp.logaddexp(lse_a, lse_b)
     weight_a, weight_b = jnp.exp(lse_a - lse)[..., None], jnp.exp(lse_b - lse)[..., None]
     return (out_a * weight_a + out_b * weight_b).astype(out_a.dtype)

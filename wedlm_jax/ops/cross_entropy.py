@@ -26,6 +26,7 @@ def cross_entropy(hidden_TD: jax.Array, head_VD: jax.Array, targets_T: jax.Array
     V = head_VD.shape[0]
     chex.assert_shape(head_VD, (V, D))
     chex.assert_shape(targets_T, (T,))
+    chex.assert_type(targets_T, int)
 
     def chunk_loss(hidden_CD: jax.Array, targets_C: jax.Array) -> jax.Array:
         logits_CV = jnp.einsum("CD,VD->CV", hidden_CD, head_VD, preferred_element_type=jnp.float32)

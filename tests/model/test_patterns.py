@@ -1,0 +1,142 @@
+"""The attention patterns on random queries, keys and values against dense float64 attention."""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packed_rows import lay_out, make_document, many_cases, packed_rows
+from tests.quick_jit import quick_jit
+from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
+
+ROWS, BLOCKS, BLOCK_SIZE = 2, 3, 4
+L, N, H = BLOCKS * BLOCK_SIZE, 4, 6
+
+
+def random_heads(rows, length, kv_heads, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = [(rows, length, heads, H) for heads in (N, kv_heads, kv_heads, N)]
+    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+@quick_jit
+def value_and_gradients(pattern, q, k, v, d_out):
+    with jax.default_matmul_precision("highest"):
+        value, pullback = jax.vjp(pattern, q, k, v)
+        return value, pullback(d_out)
+
+
+KINDS = [(1, "causal"), (2, "bidirectional"), (4, "causal")]  # all grouped-query ratios, both kinds of block
+
+
+@many_cases
+@given(packed_rows(shapes=((ROWS, BLOCKS, BLOCK_SIZE),)), st.sampled_from(KINDS))
+def test_dual_stream_attention_is_dense_masked_attention_with_gradients(rows, kind):
+    kv_heads, in_block = kind
+    q, k, v, d_out = random_heads(ROWS, 2 * L, kv_heads)
+    real = rows.real[..., None, None]
+    d_out = np.where(real, d_out, 0)  # nobody reads what padding computes
+    value, gradients = value_and_gradients(DualStream(rows.segment_ids, BLOCK_SIZE, in_block), q, k, v, d_out)
+    visible = rows.visible(in_block)
+    np.testing.assert_allclose(np.where(real, value, 0), np.where(real, attention(q, k, v, visible)[0], 0), atol=5e-6)
+    for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
+def test_rows_of_padding_alone_and_empty_prefixes_make_no_nan(in_block):
+    segment_ids = jnp.zeros((ROWS, L), jnp.int32).at[0, :3].set(1)
+    q, k, v, d_out = random_heads(ROWS, 2 * L, 2)
+    value, gradients = value_and_gradients(DualStream(segment_ids, BLOCK_SIZE, in_block), q, k, v, d_out)
+    assert np.isfinite(value).all() and all(np.isfinite(g).all() for g in gradients)
+
+
+@many_cases
+@given(packed_rows(shapes=((ROWS, BLOCKS, BLOCK_SIZE),)))
+def test_causal_with_segments_is_dense_masked_attention_with_gradients(rows):
+    q, k, v, d_out = random_heads(ROWS, L, 2)
+    visible = rows.visible()[:, :L, :L]
+    real = rows.real[:, :L, None, None]
+    d_out = np.where(real, d_out, 0)
+    value, gradients = value_and_gradients(Causal(rows.segment_ids), q, k, v, d_out)
+    np.testing.assert_allclose(np.where(real, value, 0), np.where(real, attention(q, k, v, visible)[0], 0), atol=5e-6)
+    for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
+        np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def test_causal_without_segments_is_one_document():
+    q, k, v, _ = random_heads(ROWS, L, 2)
+    ones = jnp.ones((ROWS, L), jnp.int32)
+    np.testing.assert_array_equal(Causal()(q, k, v), Causal(ones)(q, k, v))
+
+
+@pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
+def test_packed_documents_get_no_gradient_from_each_other(in_block):
+    random = np.random.default_rng(0)
+    rows = lay_out([[make_document(random, n, BLOCK_SIZE) for n in (5, 4)]] * ROWS, length=L, block_size=BLOCK_SIZE)
+    q, k, v, d_out = random_heads(ROWS, 2 * L, 2)
+    segments = np.concatenate([rows.segment_ids] * 2, axis=1)
+    for own in (1, 2):
+        d_own = np.where(segments[..., None, None] == own, d_out, 0)
+        _, gradients = value_and_gradients(DualStream(rows.segment_ids, BLOCK_SIZE, in_block), q, k, v, d_own)
+        for gradient in map(np.asarray, gradients):
+            assert gradient[segments == own].any() and not gradient[segments != own].any()
+
+
+CACHE_SLOTS, WINDOW = 8, 3
+ONE_LAYER = ModelConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=2, num_heads=N, num_kv_heads=2, head_dim=H
+)
+
+
+@quick_jit
+def through_cache(length, q, k, v, cache, layer):
+    with jax.default_matmul_precision("highest"):
+        return CachedWindow(length)(q, k, v, cache=cache, layer=layer)
+
+
+def full_cache():
+    random = np.random.default_rng(7)
+    shape = KVCache.zeros(ONE_LAYER, 3, CACHE_SLOTS).k.shape
+    return KVCache(*(jnp.asarray(random.normal(size=shape), jnp.float32) for _ in range(2)))
+
+
+def test_a_window_sees_the_committed_slots_of_its_row_and_causally_itself():
+    q, k, v, _ = random_heads(3, WINDOW, 2)
+    before, length = full_cache(), np.array([0, 2, 5])
+    out, after = through_cache(length, q, k, v, before, 1)
+    for row, cursor in enumerate(length):
+        keys, values = (np.concatenate([old[1, row, :cursor], new[row]])[None] for old, new in ((before.k, k), (before.v, v)))
+        visible = np.arange(cursor + WINDOW)[None, None, :] <= cursor + np.arange(WINDOW)[None, :, None]
+        expected, _ = attention(q[row : row + 1], keys, values, visible)
+        np.testing.assert_allclose(out[row], expected[0], atol=5e-6)
+        np.testing.assert_array_equal(after.k[1, row, cursor : cursor + WINDOW], k[row])
+        np.testing.assert_array_equal(after.v[1, row, cursor : cursor + WINDOW], v[row])
+
+
+def test_a_window_changes_its_own_slots_of_its_own_layer_alone():
+    q, k, v, _ = random_heads(3, WINDOW, 2)
+    before, length = full_cache(), np.array([0, 2, 5])
+    _, after = through_cache(length, q, k, v, before, 1)
+    own = (np.arange(CACHE_SLOTS) >= length[:, None]) & (np.arange(CACHE_SLOTS) < length[:, None] + WINDOW)
+    for old, new in ((before.k, after.k), (before.v, after.v)):
+        changed = (np.asarray(old) != np.asarray(new)).any(axis=(-2, -1))
+        np.testing.assert_array_equal(changed, np.stack([np.zeros_like(own), own]))
+
+
+def test_writes_past_the_end_are_dropped_and_never_clamped():
+    q, k, v, _ = random_heads(3, WINDOW, 2)
+    before, length = full_cache(), np.array([6, 7, 20])
+    _, after = through_cache(length, q, k, v, before, 0)
+    for row, (cursor, kept) in enumerate(zip(length, (2, 1, 0), strict=True)):
+        np.testing.assert_array_equal(after.k[0, row, :cursor], before.k[0, row, :cursor])
+        np.testing.assert_array_equal(after.k[0, row, cursor:], k[row, :kept])
+        np.testing.assert_array_equal(after.v[0, row, cursor:], v[row, :kept])
+
+
