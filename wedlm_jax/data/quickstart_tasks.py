@@ -160,8 +160,10 @@ def _counting(random: np.random.Generator) -> Problem:
 
 
 def _copying(random: np.random.Generator) -> Problem:
-    """8 to 16 different words in a random order."""
-    text = " ".join(WORDS[word] for word in random.permutation(len(WORDS))[: _number(random, 8, 16)]) + "."
+    """8 to 16 different words and numbers below 100 in a random order."""
+    numbers = 1 + random.permutation(99)[: len(WORDS)]
+    things = random.permutation([*WORDS, *map(str, numbers)])[: _number(random, 8, 16)]
+    text = " ".join(things) + "."
     return Problem("copying", f"Q: Repeat: {text} A:", f" {text}", text)
 
 
@@ -171,7 +173,7 @@ _DRAW: dict[str, Callable[[np.random.Generator], Problem]] = {
     "copying": _copying,
 }
 TASKS: tuple[str, ...] = tuple(_DRAW)
-MIXTURE = (0.55, 0.25, 0.2)  # share of the training problems, in the order of TASKS
+MIXTURE = (0.45, 0.3, 0.25)  # share of the training problems, in the order of TASKS
 
 
 def split_of(prompt: str) -> Split:

@@ -1,0 +1,29 @@
+"""Adapts the model of quickstart_base to WeDLM: dual stream, a mask ratio for each block, MLM and AR loss.
+
+    python -m wedlm_jax.train --exp quickstart_base
+    python -m wedlm_jax.train --exp quickstart
+    python -m wedlm_jax.evaluate --exp quickstart
+"""
+
+from wedlm_jax.experiment import (
+    DataConfig,
+    EvaluationConfig,
+    Experiment,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
+
+STEPS = 600
+
+
+def quickstart() -> Experiment:
+    return Experiment(
+        name="quickstart",
+        init_from="runs/quickstart_base",
+        data=DataConfig(source="quickstart_tasks", row_length=128, num_end_tokens=8),
+        objective=ObjectiveConfig(block_size=16),
+        optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, final_fraction=0.05, b2=0.98),
+        train=TrainConfig(steps=STEPS, batch_size=8, checkpoint_every=STEPS // 2),
+        evaluation=EvaluationConfig(problems_per_task=100, window_size=16),
+    )
