@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.reference.diffusion import Document, blocks, sees
@@ -15,9 +13,6 @@ from tests.reference.diffusion import Document, blocks, sees
 MASK_TOKEN_ID = 99
 VOCABULARY = 90  # tokens lie below, so that no token is the mask by accident
 SHAPES = ((1, 2, 1), (2, 3, 4), (1, 4, 8))  # rows B, blocks a row M, block size J
-
-# A few hundred random cases in the ordinary run, 2,000 under WEDLM_FULL=1.
-many_cases = settings(max_examples=2000 if os.environ.get("WEDLM_FULL") else 150, deadline=None)
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ prediction stream. `Case.rows` holds, for each row of the oracle's sequence, the
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -32,7 +33,7 @@ class Case:
     def _lay_out(self, arrays: dict[str, np.ndarray]) -> None:
         bounds, ratios = arrays["doc_cum_lens"], iter(arrays["gamma_blocks"])
         rows, start = [], 0
-        for segment, (first, last) in enumerate(zip(bounds[:-1], bounds[1:], strict=True), 1):
+        for segment, (first, last) in enumerate(itertools.pairwise(bounds), 1):
             length = last - first
             ours = slice(start, start + length)
             self.tokens[0, ours] = arrays["packed_tokens"][first:last]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packed_rows import lay_out, make_document, many_cases, packed_rows
+from tests.packed_rows import lay_out, make_document, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.diffusion import masked_candidates, round_half_even
 from wedlm_jax.diffusion.corruption import MIN_MASK_RATIO, corrupt, mask_lowest
@@ -23,7 +23,6 @@ def draw(rows, seed=0):
     return np.asarray(masked), np.asarray(ratio)
 
 
-@many_cases
 @given(packed_rows(), st.integers(0, 3))
 def test_each_block_masks_round_half_even_of_gamma_times_its_candidates(rows, seed):
     masked, ratio = draw(rows, seed)
@@ -37,7 +36,6 @@ def test_each_block_masks_round_half_even_of_gamma_times_its_candidates(rows, se
             assert drawn[block] == round_half_even(exact)
 
 
-@many_cases
 @given(st.data(), st.sampled_from([1, 4, 8]))
 def test_the_candidates_of_the_lowest_scores_are_masked_ties_of_the_count_to_even(data, size):
     scores = data.draw(st.lists(dyadic, min_size=size, max_size=size))
@@ -113,5 +111,3 @@ def test_gamma_is_uniform_and_every_subset_of_a_size_equally_likely():
         assert len(seen) == subsets
         expected = len(chosen) / subsets
         assert np.sum((seen - expected) ** 2 / expected) < bound
-
-

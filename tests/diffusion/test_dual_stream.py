@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packed_rows import MASK_TOKEN_ID, many_cases, packed_rows
+from tests.packed_rows import MASK_TOKEN_ID, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.diffusion import memory_stream, prediction_stream
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, next_token_targets, visibility
@@ -14,14 +14,19 @@ build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_si
 visible_by_equation = quick_jit(visibility, static_argnames=("block_size", "in_block"))
 
 
-@many_cases
 @given(packed_rows())
 def test_both_streams_equal_the_list_reference(rows):
     batch = build(*rows.batch(), mask_token_id=MASK_TOKEN_ID, block_size=rows.block_size)
     length = rows.tokens.shape[1]
-    halves = {name: np.split(np.asarray(getattr(batch, name)), 2, axis=1) for name in ("tokens", "positions", "masked", "targets")}
+    halves = {
+        name: np.split(np.asarray(getattr(batch, name)), 2, axis=1)
+        for name in ("tokens", "positions", "masked", "targets")
+    }
     for index, document in enumerate(rows.documents):
-        expected = (memory_stream(document), prediction_stream(document, block_size=rows.block_size, mask_token_id=MASK_TOKEN_ID))
+        expected = (
+            memory_stream(document),
+            prediction_stream(document, block_size=rows.block_size, mask_token_id=MASK_TOKEN_ID),
+        )
         for stream, reference in enumerate(expected):
             ours = {name: rows.of_document(half[stream], index) for name, half in halves.items()}
             np.testing.assert_array_equal(ours["tokens"], [r.token for r in reference])
@@ -30,8 +35,12 @@ def test_both_streams_equal_the_list_reference(rows):
             has_target = [r.target is not None for r in reference]
             counted = rows.of_document(batch.labelled, index) if stream == 0 else ours["masked"]
             np.testing.assert_array_equal(counted, has_target)
-            np.testing.assert_array_equal(ours["targets"][has_target], [r.target for r in reference if r.target is not None])
-        np.testing.assert_array_equal(rows.of_document(batch.mask_ratio, index), np.float32([r.mask_ratio for r in expected[1]]))
+            np.testing.assert_array_equal(
+                ours["targets"][has_target], [r.target for r in reference if r.target is not None]
+            )
+        np.testing.assert_array_equal(
+            rows.of_document(batch.mask_ratio, index), np.float32([r.mask_ratio for r in expected[1]])
+        )
     padding = ~rows.real
     assert not np.asarray(batch.masked)[padding].any() and not np.asarray(batch.labelled)[padding[:, :length]].any()
     np.testing.assert_array_equal(batch.learned, rows.loss_mask)
@@ -53,7 +62,6 @@ def test_the_end_of_a_row_does_not_predict_its_beginning():
     np.testing.assert_array_equal(labelled, [[True, True, True, False]])
 
 
-@many_cases
 @given(packed_rows(), st.sampled_from(["causal", "bidirectional"]))
 def test_visibility_equals_equation_9_entry_by_entry(rows, in_block):
     dense = np.asarray(visible_by_equation(rows.segment_ids, block_size=rows.block_size, in_block=in_block))

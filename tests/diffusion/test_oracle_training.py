@@ -143,7 +143,8 @@ GRADIENTS = [
     (model, case, scheme)
     for model, case in ALL_CASES
     for scheme in cases(model)[case].expected["grads"]
-    if case != "cross_doc_shared_gamma" or scheme == "weighted|off"  # the others hold the official AR pairs across documents
+    if case != "cross_doc_shared_gamma"
+    or scheme == "weighted|off"  # the others hold the official AR pairs across documents
 ]
 
 

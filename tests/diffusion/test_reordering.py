@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packed_rows import many_cases, packed_rows
+from tests.packed_rows import packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.diffusion import reordered
 from wedlm_jax.diffusion.reordering import reorder, reorder_blocks
@@ -15,7 +15,6 @@ jitted_reorder_blocks = quick_jit(reorder_blocks, static_argnames="block_size")
 flags = functools.partial(st.lists, st.booleans())
 
 
-@many_cases
 @given(st.sampled_from([1, 5, 16]).flatmap(lambda n: st.tuples(*[flags(min_size=n, max_size=n)] * 4)))
 def test_reorder_equals_the_list_reference(drawn):
     masked, padding = np.array(drawn[:2]), np.array(drawn[2:])
@@ -24,7 +23,6 @@ def test_reorder_equals_the_list_reference(drawn):
     np.testing.assert_array_equal(order, expected)
 
 
-@many_cases
 @given(packed_rows())
 def test_reorder_blocks_is_reorder_inside_each_block(rows):
     padding = rows.segment_ids == 0

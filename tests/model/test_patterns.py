@@ -1,6 +1,5 @@
 """The attention patterns on random queries, keys and values against dense float64 attention."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packed_rows import lay_out, make_document, many_cases, packed_rows
+from tests.packed_rows import lay_out, make_document, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.model.config import ModelConfig
@@ -35,7 +34,6 @@ def value_and_gradients(pattern, q, k, v, d_out):
 KINDS = [(1, "causal"), (2, "bidirectional"), (4, "causal")]  # all grouped-query ratios, both kinds of block
 
 
-@many_cases
 @given(packed_rows(shapes=((ROWS, BLOCKS, BLOCK_SIZE),)), st.sampled_from(KINDS))
 def test_dual_stream_attention_is_dense_masked_attention_with_gradients(rows, kind):
     kv_heads, in_block = kind
@@ -57,7 +55,6 @@ def test_rows_of_padding_alone_and_empty_prefixes_make_no_nan(in_block):
     assert np.isfinite(value).all() and all(np.isfinite(g).all() for g in gradients)
 
 
-@many_cases
 @given(packed_rows(shapes=((ROWS, BLOCKS, BLOCK_SIZE),)))
 def test_causal_with_segments_is_dense_masked_attention_with_gradients(rows):
     q, k, v, d_out = random_heads(ROWS, L, 2)
@@ -112,7 +109,9 @@ def test_a_window_sees_the_committed_slots_of_its_row_and_causally_itself():
     before, length = full_cache(), np.array([0, 2, 5])
     out, after = through_cache(length, q, k, v, before, 1)
     for row, cursor in enumerate(length):
-        keys, values = (np.concatenate([old[1, row, :cursor], new[row]])[None] for old, new in ((before.k, k), (before.v, v)))
+        keys, values = (
+            np.concatenate([old[1, row, :cursor], new[row]])[None] for old, new in ((before.k, k), (before.v, v))
+        )
         visible = np.arange(cursor + WINDOW)[None, None, :] <= cursor + np.arange(WINDOW)[None, :, None]
         expected, _ = attention(q[row : row + 1], keys, values, visible)
         np.testing.assert_allclose(out[row], expected[0], atol=5e-6)
@@ -138,5 +137,3 @@ def test_writes_past_the_end_are_dropped_and_never_clamped():
         np.testing.assert_array_equal(after.k[0, row, :cursor], before.k[0, row, :cursor])
         np.testing.assert_array_equal(after.k[0, row, cursor:], k[row, :kept])
         np.testing.assert_array_equal(after.v[0, row, cursor:], v[row, :kept])
-
-

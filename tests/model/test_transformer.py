@@ -50,7 +50,10 @@ def dual_logits(rows, config=TINY, in_block="causal"):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forward_equals_the_float64_reference_in_any_order_of_positions(variant):
     config, random = VARIANTS[variant], np.random.default_rng(0)
-    tokens, positions = random.integers(0, 40, (2, L)), np.stack([random.permutation(L), 300 + random.permutation(40)[:L]])
+    tokens, positions = (
+        random.integers(0, 40, (2, L)),
+        np.stack([random.permutation(L), 300 + random.permutation(40)[:L]]),
+    )
     reference = ReferenceTransformer(config, params(config))
     logits = logits_of(config, params(config), tokens, positions, Causal())
     for row in range(2):
@@ -115,7 +118,9 @@ def test_incremental_windows_with_ragged_cursors_equal_the_full_forward():
     for kept in ([1, 2, 3], [3, 1, 2], [2, 0, 3], [1, 3, 3]):
         slots = length[:, None] + np.arange(3)
         fed = jnp.take_along_axis(tokens, jnp.asarray(slots), axis=1)
-        logits, cache = cached_logits_of(TINY, params(), fed, jnp.asarray(slots), CachedWindow(jnp.asarray(length)), cache)
+        logits, cache = cached_logits_of(
+            TINY, params(), fed, jnp.asarray(slots), CachedWindow(jnp.asarray(length)), cache
+        )
         np.testing.assert_allclose(logits, np.take_along_axis(full, slots[..., None], axis=1), atol=1e-5)
         length = length + kept
         # What was fed but not kept was garbage for all that the next window knows.

@@ -1,0 +1,158 @@
+"""Every field of ModelConfig changes the result, the parameters, the memory or the program; none is decoration."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.model.tiny import TINY, logits_of, params, tiny_model
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import make_request
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.patterns import Causal
+
+# field -> (another value, what must differ: parameter shapes or dtypes, the cache, the logits, the program, a check)
+CHANGES = {
+    "vocab_size": (48, {"params"}),
+    "hidden_size": (24, {"params"}),
+    "intermediate_size": (40, {"params"}),
+    "num_layers": (3, {"params", "cache"}),
+    "num_heads": (2, {"params"}),
+    "num_kv_heads": (1, {"params", "cache"}),
+    "head_dim": (8, {"params", "cache"}),
+    "rope_theta": (100.0, {"logits", "program"}),
+    "rms_norm_eps": (0.1, {"logits", "program"}),
+    "max_position_embeddings": (20, {"check"}),
+    "tie_word_embeddings": (True, {"params", "logits"}),
+    "qkv_bias": (True, {"params", "logits"}),
+    "qk_norm": (False, {"params", "logits"}),
+    "dtype": ("bfloat16", {"logits", "program", "cache"}),
+    "param_dtype": ("bfloat16", {"params", "logits"}),
+    "matmul_precision": ("default", {"program"}),
+    "remat": (True, {"program"}),
+}
+TOKENS = np.random.default_rng(0).integers(0, 40, (1, 8))
+
+
+def changed(field) -> ModelConfig:
+    return dataclasses.replace(TINY, **{field: CHANGES[field][0]})
+
+
+def fields_that_change(what):
+    return [field for field, (_, differs) in CHANGES.items() if what in differs]
+
+
+def test_no_field_is_forgotten():
+    assert CHANGES.keys() == {field.name for field in dataclasses.fields(ModelConfig)}
+    assert all(getattr(TINY, field) != value and differs for field, (value, differs) in CHANGES.items())
+
+
+def abstract_params(config):
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    return {name: (x.shape, x.dtype) for name, x in shapes.items()}
+
+
+def abstract_cache(config):
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(lambda: KVCache.zeros(config, 1, 4)))]
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_parameters_and_cache_change_exactly_where_they_should(field):
+    assert (abstract_params(changed(field)) != abstract_params(TINY)) == ("params" in CHANGES[field][1])
+    assert (abstract_cache(changed(field)) != abstract_cache(TINY)) == ("cache" in CHANGES[field][1])
+
+
+def logits(config):
+    return np.asarray(logits_of(config, params(config), TOKENS, np.arange(8)[None], Causal()))
+
+
+@pytest.mark.parametrize("field", fields_that_change("logits"))
+def test_logits_change(field):
+    other = logits(changed(field))
+    assert other.shape == (1, 8, 40) and other.dtype == np.float32
+    assert np.abs(other - logits(TINY)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "field", [f for f in fields_that_change("params") if not isinstance(CHANGES[f][0], bool | str)]
+)
+def test_a_model_of_another_size_runs(field):
+    config = changed(field)
+    tokens, positions = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 5), jnp.int32)
+    run = lambda params: transformer_from(config, params)(tokens, positions=positions)  # noqa: E731
+    assert jax.eval_shape(run, jax.eval_shape(lambda: init_params(config, 0))).shape == (2, 5, config.vocab_size)
+
+
+def training_step(config):
+    def loss(params):
+        transformer, tokens = transformer_from(config, params), jnp.asarray(TOKENS)
+        hidden = transformer.hidden(tokens, positions=jnp.arange(8)[None])
+        return jnp.mean(transformer.token_losses(hidden, tokens)) + jnp.mean(transformer.logits(hidden))
+
+    return jax.jit(jax.grad(loss))
+
+
+@functools.cache
+def program(config):
+    return training_step(config).lower(params(config)).as_text()
+
+
+@pytest.mark.parametrize("field", fields_that_change("program"))
+def test_the_program_changes(field):
+    assert program(changed(field)) != program(TINY)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("highest", {"HIGHEST"}), ("high", {"HIGH"}), ("default", {"DEFAULT"})]
+)
+def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected):
+    text = program(dataclasses.replace(TINY, matmul_precision=precision))
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) > 20
+    found = [re.findall(r"precision = \[(\w+), (\w+)\]", line) or [("DEFAULT", "DEFAULT")] for line in products]
+    assert {word for pairs in found for pair in pairs for word in pair} == expected
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_remat_recomputes_each_layer_in_the_backward_pass(remat):
+    jaxpr = str(jax.make_jaxpr(training_step(dataclasses.replace(TINY, remat=remat)))(params()))
+    assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
+
+
+def test_max_position_embeddings_bounds_prompt_and_output():
+    model = tiny_model(max_position_embeddings=20)
+    fits = dict(row=0, name="prompt")
+    make_request(model, [1] * 12, DecodeConfig(max_new_tokens=8), **fits)
+    with pytest.raises(UserError, match="context of 20"):
+        make_request(model, [1] * 12, DecodeConfig(max_new_tokens=9), **fits)
+
+
+def test_tied_logits_are_products_with_the_embedding():
+    model = tiny_model(tie_word_embeddings=True)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
+    expected = np.asarray(hidden) @ np.asarray(params(model.config)["embed.embedding"]).T
+    np.testing.assert_allclose(model.logits(hidden), expected, atol=1e-5)
+
+
+def test_compute_dtype_and_parameter_dtype_are_two_things():
+    mixed = dataclasses.replace(TINY, dtype="bfloat16")
+    run = lambda params: transformer_from(mixed, params).hidden(jnp.asarray(TOKENS), positions=jnp.arange(8)[None])  # noqa: E731
+    assert jax.eval_shape(run, params(mixed)).dtype == jnp.bfloat16
+    gradient = jax.eval_shape(jax.grad(lambda params: jnp.sum(run(params)).astype(jnp.float32)), params(mixed))
+    assert {x.dtype for x in gradient.values()} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({"num_kv_heads": 3}, "num_kv_heads=3"), ({"head_dim": 5}, "head_dim=5 is odd")]
+)
+def test_shapes_that_cannot_be_are_one_clear_line(fields, message):
+    with pytest.raises(UserError, match=message) as caught:
+        dataclasses.replace(TINY, **fields)
+    assert "\n" not in str(caught.value)
