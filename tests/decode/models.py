@@ -70,6 +70,10 @@ def tiny_model(seed: int = 0, config: ModelConfig = TINY) -> Model:
     return Model(transformer_from(config, params), config, mask_token_id=config.vocab_size - 1)
 
 
+def split(model: Model) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(model.transformer)
+
+
 def reference_of(model: Model) -> ReferenceTransformer:
     return ReferenceTransformer(model.config, {name: np.asarray(x) for name, x in params_of(model.transformer).items()})
 

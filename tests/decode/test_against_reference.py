@@ -7,7 +7,6 @@ it is not compared, and counted.
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import jax
 import numpy as np
@@ -17,11 +16,11 @@ from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
 
+from ..conftest import examples
 from ..reference.decoding import Row, decode
 from .models import LOOPS, MASK, ROWS, TINY, reference_of, tiny_model
 
 TIE = 1e-4
-EXAMPLES = 2000 if os.environ.get("WEDLM_FULL") == "1" else 150
 TOKENS = st.integers(0, TINY.vocab_size - 1)
 
 
@@ -74,7 +73,7 @@ def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig]) -
 def test_decoding_equals_the_list_based_reference(loop):
     compared, discarded, several_a_forward = 0, 0, 0
 
-    @settings(max_examples=EXAMPLES // len(LOOPS), deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(150, 2000) // len(LOOPS))
     @given(batches(loop))
     def check(batch):
         nonlocal compared, discarded, several_a_forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,10 +16,20 @@ from wedlm_jax.decode.selection import entropy, select_by_confidence, select_by_
 
 from .oracle import sampler_units
 
+DRAWS = 20_000
+
 
 def settings_of(*configs: DecodeConfig) -> RowSettings:
     resolved = [dataclasses.replace(c, stop_ids=(), mask_token_id=c.mask_token_id or 0) for c in configs]
     return RowSettings.from_configs(resolved, range(len(resolved)))
+
+
+@jax.jit
+def drawn(logits: jax.Array, settings: RowSettings) -> jax.Array:
+    """A token for each row of `settings` and each position 0, 1, ... from the same logits [V]."""
+    rows = settings.temperature.shape[0]
+    shape = (rows, DRAWS, logits.shape[0])
+    return sample(jnp.broadcast_to(logits, shape), jnp.broadcast_to(jnp.arange(DRAWS), shape[:2]), settings)
 
 
 def test_entropy_selection_equals_the_official_one_with_exact_ties():
@@ -61,44 +72,40 @@ def test_filters_keep_the_tokens_and_probabilities_of_the_official_ones():
 def test_draws_follow_the_filtered_distribution():
     """Noise per position makes fair draws: frequencies over many positions meet the probabilities."""
     config = DecodeConfig(temperature=0.7, top_k=6, top_p=0.95, ban_mask=False)
-    draws, logits = 20_000, np.array([2.0, 1.5, 1.0, 0.9, 0.0, -0.5, -1.0, -4.0], np.float32)
-    rows = settings_of(config)
-    tokens = sample(jnp.broadcast_to(jnp.asarray(logits), (1, draws, 8)), jnp.arange(draws)[None], rows)
-    filtered = np.asarray(filter_logits(jnp.asarray(logits)[None, None], rows.top_k, rows.top_p))[0, 0]
+    logits, rows = np.array([2.0, 1.5, 1.0, 0.9, 0.0, -0.5, -1.0, -4.0], np.float32), settings_of(config, config)
+    filtered = np.asarray(filter_logits(jnp.asarray(logits)[None, None], rows.top_k[:1], rows.top_p[:1]))[0, 0]
     p = np.exp((filtered - filtered.max()) / config.temperature)
     p /= p.sum()
-    frequency = np.bincount(np.asarray(tokens)[0], minlength=8) / draws
-    assert (frequency[p == 0] == 0).all()
-    assert np.all(np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / draws) + 1e-9)
+    first, second = tokens = np.asarray(drawn(logits, rows))
+    for frequency in (np.bincount(row, minlength=8) / DRAWS for row in tokens):
+        assert (frequency[p == 0] == 0).all()
+        assert np.all(np.abs(frequency - p) < 5 * np.sqrt(p * (1 - p) / DRAWS) + 1e-9)
+    # Rows and neighbouring positions are independent: they agree as often as two fair draws do.
+    for agreement in ((first == second).mean(), (first[1:] == first[:-1]).mean()):
+        assert abs(agreement - (p**2).sum()) < 5 * np.sqrt(0.25 / DRAWS)
 
 
-def test_each_position_and_each_row_has_noise_of_its_own():
+def test_the_noise_belongs_to_the_position_and_not_to_the_place_in_the_window():
     rows = settings_of(DecodeConfig(temperature=1.0), DecodeConfig(temperature=1.0))
-    flat = jnp.zeros((2, 40, 50))
-    tokens = np.asarray(sample(flat, jnp.broadcast_to(jnp.arange(40), (2, 40)), rows))
-    assert len(set(tokens[0])) > 15
-    assert (tokens[0] != tokens[1]).mean() > 0.8
-    again = np.asarray(sample(flat[:, ::-1], jnp.broadcast_to(jnp.arange(40)[::-1], (2, 40)), rows))
-    np.testing.assert_array_equal(again[:, ::-1], tokens)  # the position alone decides, not the place in the window
+    flat, positions = jnp.zeros((2, 40, 8)), jnp.broadcast_to(jnp.arange(40), (2, 40))
+    draw = jax.jit(sample)
+    backwards = draw(flat, positions[:, ::-1], rows)[:, ::-1]
+    np.testing.assert_array_equal(draw(flat, positions, rows), backwards)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-38])
-def test_a_temperature_close_to_zero_is_greedy(temperature):
-    logits = jnp.asarray([[[5.0, 7.0, -3.0, 6.0]]])
-    rows = settings_of(DecodeConfig(temperature=temperature, ban_mask=False))
-    assert sample(logits, jnp.zeros((1, 1), jnp.int32), rows).tolist() == [[1]]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_mask_id_is_drawn_only_where_it_is_not_banned(temperature):
-    logits = jnp.broadcast_to(jnp.asarray([0.0, 0.0, 9.0, 1.0]), (2, 60, 4))
+def test_temperatures_close_to_zero_are_greedy_and_only_the_banned_mask_id_is_never_drawn():
+    logits = np.array([5.0, 7.0, -3.0, 6.0, 0.0, 0.0, 0.0, 0.0], np.float32)
     rows = settings_of(
-        DecodeConfig(mask_token_id=2, temperature=temperature),
-        DecodeConfig(mask_token_id=2, temperature=temperature, ban_mask=False),
+        *(DecodeConfig(temperature=t, ban_mask=False) for t in (0.0, 1e-3, 1e-30, 1e-38)),
+        DecodeConfig(mask_token_id=1),
+        DecodeConfig(mask_token_id=1, temperature=1.0),
+        DecodeConfig(mask_token_id=1, temperature=1.0, ban_mask=False),
     )
-    banned, free = np.asarray(sample(logits, jnp.broadcast_to(jnp.arange(60), (2, 60)), rows))
-    assert 2 not in banned
-    assert 2 in free
+    *greedy, banned, banned_at_1, free = np.asarray(drawn(logits, rows))
+    assert {int(t) for row in greedy for t in row} == {1}
+    assert set(banned) == {3}
+    assert 1 not in banned_at_1
+    assert 1 in free
 
 
 def test_selection_reads_masks_only_and_always_takes_one():

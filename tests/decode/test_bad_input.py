@@ -1,0 +1,152 @@
+"""Bad input gets one clear line that names the field, the prompt or the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from wedlm_jax import DecodeConfig, Model, generate, stream
+from wedlm_jax.data.tokenizer import train_tokenizer
+from wedlm_jax.decode import generation
+from wedlm_jax.errors import UserError
+
+from .models import TINY, config_of, tiny_model
+
+FIELDS = {
+    "decoder": ["greedy", None],
+    "refill": ["lazy"],
+    "window_size": [0, -1, 2.0, True, "4", 2**31],
+    "block_size": [0, 1.5],
+    "max_new_tokens": [0, None],
+    "entropy_threshold": [-0.1, float("nan"), "0.4", -float("inf")],
+    "distance_penalty": [-0.1, float("nan"), float("inf")],
+    "confidence_threshold": [-0.1, 1.1, float("nan"), None],
+    "temperature": [-1.0, float("nan"), float("inf")],
+    "top_k": [-1, 2.5, 2**40],
+    "top_p": [0.0, -0.5, 1.01, float("nan")],
+    "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,)],
+    "stop": ["END", ("",), (1,), None],
+    "mask_token_id": ["x", 1.0, True],
+    "ban_mask": [1, None],
+    "seed": [None, 0.5, -1, 2**32],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(f, v) for f, values in FIELDS.items() for v in values], ids=str)
+def test_a_bad_setting_is_named(field, value):
+    with pytest.raises(UserError) as error:
+        DecodeConfig(**{field: value})
+    assert field in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_every_setting_is_checked():
+    assert set(FIELDS) == {f.name for f in dataclasses.fields(DecodeConfig)}
+
+
+def test_the_edges_of_the_allowed_settings_are_allowed():
+    for fields in (
+        dict(entropy_threshold=None),
+        dict(entropy_threshold=float("inf")),
+        dict(entropy_threshold=0, distance_penalty=0, temperature=0),
+        dict(top_p=1, confidence_threshold=0, top_k=0),
+        dict(window_size=1, max_new_tokens=1, block_size=1),
+        dict(stop=["a"], stop_ids=[1, 2]),
+    ):
+        DecodeConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[]], "prompt 0 is empty"),
+        ([[1], [TINY.vocab_size]], r"prompt 1: token id 11 is not in the vocabulary \[0, 11\)"),
+        ([[1, -1]], "prompt 0: token id -1"),
+        (["text"], "prompt 0: this model has no tokenizer; pass token ids"),
+        ([[{"role": "user", "content": "hi"}]], "prompt 0: this model has no tokenizer"),
+        ([[1, "a"]], "prompt 0: must be text, a list of messages or a list of token ids"),
+        ([None], "prompt 0: must be text"),
+        ([[True]], "prompt 0: must be text"),
+        ([1, 2], "wrap a single one in a list"),
+        ("text", "wrap a single one in a list"),
+        ([[1] * 51], "prompt 0: 51 prompt tokens [+] max_new_tokens=14 exceed the model's context of 64"),
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_is_named(prompts, message):
+    with pytest.raises(UserError, match=message):
+        generate(tiny_model(), prompts, config_of("streaming_eager"))
+    if isinstance(prompts, list) and isinstance(prompts[-1], list):
+        with pytest.raises(UserError):
+            list(stream(tiny_model(), prompts[-1], config_of("streaming_eager")))
+
+
+def test_mask_slots_may_pass_the_context():
+    """The window hangs over the end of a context that prompt and output fill to the last position."""
+    config = config_of("streaming_eager", max_new_tokens=14)
+    completion = generate(tiny_model(), [[1] * (TINY.max_position_embeddings - 14)] * 3, config)[0]
+    assert len(completion.ids) == 14
+
+
+def test_counts_of_copies_and_of_configs_are_checked():
+    with pytest.raises(UserError, match="n=0: must be at least 1"):
+        generate(tiny_model(), [[1]], n=0)
+    with pytest.raises(UserError, match="2 configs for 1 prompts"):
+        generate(tiny_model(), [[1]], [DecodeConfig(), DecodeConfig()])
+    assert generate(tiny_model(), []) == []
+
+
+@pytest.mark.parametrize("mask_token_id", [-1, TINY.vocab_size])
+def test_a_mask_id_out_of_range_is_named(mask_token_id):
+    with pytest.raises(UserError, match=f"mask_token_id={mask_token_id} is not in the vocabulary"):
+        generate(tiny_model(), [[1]], config_of("streaming_eager", mask_token_id=mask_token_id))
+
+
+def test_without_a_mask_id_only_autoregressive_decoding_works():
+    model = dataclasses.replace(tiny_model(), mask_token_id=None)
+    for loop in ("streaming_eager", "verified", "blockwise"):
+        with pytest.raises(UserError, match="no mask token"):
+            generate(model, [[1]], config_of(loop))
+    assert len(generate(model, [[1]] * 3, config_of("ar"))[0].ids) == 14
+    assert len(generate(model, [[1]] * 3, config_of("streaming_eager", mask_token_id=10))[0].ids) == 14
+
+
+def with_tokenizer(template: str | None) -> Model:
+    tokenizer = train_tokenizer(["x"], 260)
+    tokenizer.chat_template = template
+    return dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+
+
+def test_a_chat_template_that_is_missing_or_refuses_is_named():
+    messages = [{"role": "pirate", "content": "hi"}]
+    with pytest.raises(UserError, match="prompt 0: the model's tokenizer has no chat template"):
+        generate(with_tokenizer(None), [messages])
+    with pytest.raises(UserError, match="prompt 0: the chat template refuses these messages: no pirates"):
+        generate(with_tokenizer("{{ raise_exception('no pirates') }}"), [messages])
+    with pytest.raises(UserError, match="prompt 0 is empty"):
+        generate(with_tokenizer(None), [""])
+
+
+@pytest.mark.parametrize("where", ["start", "run", "run_stepwise"])
+def test_out_of_memory_names_batch_and_window(monkeypatch, where):
+    def exhausted(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+
+    monkeypatch.setattr(generation, where, exhausted)
+    with pytest.raises(UserError, match="out of memory with a batch of 2 and a window of 4") as error:
+        generate(tiny_model(), [[1], [2]], config_of("streaming_eager"), trace=where == "run_stepwise")
+    assert "\n" not in str(error.value)
+    if where != "run":
+        with pytest.raises(UserError, match="out of memory with a batch of 1"):
+            list(stream(tiny_model(), [1], config_of("streaming_eager")))
+
+
+def test_other_device_errors_are_not_called_out_of_memory(monkeypatch):
+    def broken(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: something else")
+
+    monkeypatch.setattr(generation, "run", broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        generate(tiny_model(), [[1]] * 3, config_of("streaming_eager"))

@@ -1,0 +1,123 @@
+"""The decode loop is one compiled program a shape: settings are data, and nothing in it reaches for the host."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode import loop as decode_loop
+from wedlm_jax.decode.config import RowSettings
+
+from .models import LOOPS, MASK, config_of, split, tiny_model
+
+PROMPTS = [[1, 2, 3], [4, 5], [6]]
+HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host", re.IGNORECASE)
+
+# Every setting that is traced, changed within the bucket of LOOPS.
+CHANGES = [
+    dict(entropy_threshold=0.2),
+    dict(entropy_threshold=None),
+    dict(entropy_threshold=float("inf")),
+    dict(distance_penalty=0.3),
+    dict(confidence_threshold=0.0),
+    dict(confidence_threshold=0.9),
+    dict(window_size=3),
+    dict(block_size=3),
+    dict(max_new_tokens=16),
+    dict(max_new_tokens=1),
+    dict(temperature=0.8, top_k=3, top_p=0.7, seed=7),
+    dict(stop_ids=(1, 2, 3)),
+    dict(stop_ids=(8,)),
+    dict(mask_token_id=4),
+    dict(ban_mask=False),
+]
+
+
+def programs() -> tuple[int, int]:
+    return decode_loop.run._cache_size(), decode_loop.start._cache_size()
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_changing_settings_prompts_or_weights_compiles_nothing(name):
+    generate(tiny_model(), PROMPTS, config_of(name))
+    before = programs()
+    for change in CHANGES:
+        if name == "streaming_paper" and "window_size" in change:
+            change = dict(window_size=5)
+        generate(tiny_model(), PROMPTS, config_of(name, **change))
+    generate(tiny_model(1), [[3] * 16, [2] * 7, [1]], config_of(name))
+    assert programs() == before
+
+
+def test_another_window_bucket_is_another_program():
+    """So the counts above can move."""
+    before = programs()
+    generate(tiny_model(), PROMPTS, config_of("ar", max_new_tokens=17))
+    assert programs() != before
+
+
+def test_a_second_call_compiles_nothing_at_all(caplog):
+    """Not even one of the small programs around the loop."""
+    config = config_of("streaming_eager", temperature=0.5)
+    generate(tiny_model(), PROMPTS, config)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        generate(tiny_model(), [[7, 7], [1], [2]], dataclasses.replace(config, seed=3, stop_ids=(5,)))
+        assert not [r.message for r in caplog.records if "Compiling" in r.message]
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+        assert [r.message for r in caplog.records if "Compiling" in r.message]
+
+
+@functools.cache
+def arguments(name: str) -> tuple:
+    config = dataclasses.replace(config_of(name, temperature=0.5), mask_token_id=MASK)
+    graph, params = split(tiny_model())
+    lengths = jnp.asarray([1, 2, 3], jnp.int32)
+    shapes = dict(slots=config.slots, output_slots=16, holds_back=config.holds_back)
+    state = decode_loop.start(graph, params, jnp.ones((3, 16), jnp.int32), lengths, **shapes)
+    static = dict(decoder=config.decoder, refill=config.refill)
+    return (graph, params, state, RowSettings.from_configs([config] * 3, range(3))), static
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_loop_has_no_way_to_the_host(name):
+    positional, static = arguments(name)
+    text = decode_loop.run.lower(*positional, **static).as_text()
+    assert "stablehlo.while" in text
+    assert not HOST.findall(text)
+
+
+def test_the_compiled_program_has_no_way_to_the_host():
+    positional, static = arguments("streaming_eager")
+    text = decode_loop.run.lower(*positional, **static).compile().as_text()
+    assert " while(" in text
+    assert not HOST.findall(text)
+
+
+def test_a_callback_would_be_seen():
+    """The search above finds what it looks for."""
+    def talks(x):
+        jax.debug.callback(print, x)
+        return x
+
+    assert HOST.search(jax.jit(talks).lower(1.0).as_text())
+
+
+def test_the_state_is_given_up_to_the_loop():
+    """The cache is updated in place: its buffers are donated, not copied."""
+    positional, static = arguments("streaming_eager")
+    text = decode_loop.run.lower(*positional, **static).as_text()
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= len(jax.tree.leaves(positional[2]))
+
+
+def test_sizes_fall_into_buckets():
+    assert [DecodeConfig(window_size=w).slots for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
+    assert [DecodeConfig(window_size=w, refill="paper").slots for w in (1, 3, 16)] == [1, 4, 16]
+    assert DecodeConfig(decoder="blockwise", block_size=5).slots == 16
+    assert DecodeConfig(decoder="ar", window_size=16).slots == 1

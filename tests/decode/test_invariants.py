@@ -1,0 +1,187 @@
+"""What holds for every decoder, whatever the model says."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax import Completion, DecodeConfig, generate
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.loop import run, start
+
+from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
+
+PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
+
+
+def outcome(completion: Completion) -> tuple:
+    return completion.ids, completion.finish_reason, completion.stats
+
+
+def outcomes(prompts, config, **kwargs) -> list[tuple]:
+    return [outcome(c) for c in generate(tiny_model(), prompts, config, **kwargs)]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_compiled_loop_equals_the_python_loop(loop):
+    configs = [config_of(loop), config_of(loop, temperature=0.9, top_k=4), config_of(loop, stop_ids=(9, 0))]
+    traced = generate(tiny_model(), PROMPTS, configs, trace=True)
+    assert [outcome(c) for c in traced] == outcomes(PROMPTS, configs)
+    for completion in traced:
+        assert len(completion.trace) == completion.stats.forwards
+        assert sum(len(e["window"]) for e in completion.trace) == completion.stats.tokens_processed
+        assert sum(e["emitted"] for e in completion.trace) == completion.stats.generated_tokens
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_permuting_the_batch_permutes_the_outputs(loop):
+    configs = [config_of(loop), config_of(loop, entropy_threshold=1.6, max_new_tokens=9), config_of(loop, stop_ids=(2,))]
+    straight = outcomes(PROMPTS, configs)
+    for order in ([2, 0, 1], [1, 2, 0]):
+        assert outcomes([PROMPTS[i] for i in order], [configs[i] for i in order]) == [straight[i] for i in order]
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "verified"])
+def test_a_row_alone_equals_the_row_in_a_batch(loop):
+    """Row 0 keeps its number, which seeds its noise, so the claim holds at any temperature."""
+    config = config_of(loop)
+    in_batch = outcomes(PROMPTS, config)
+    assert [outcomes([prompt], config)[0] for prompt in PROMPTS] == in_batch
+    warm = config_of(loop, temperature=1.0)
+    assert outcomes(PROMPTS[:1], warm) == outcomes(PROMPTS, warm)[:1]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop):
+    """Slots below the cursor hold what a plain causal pass over prompt and output would have put there."""
+    config = dataclasses.replace(config_of(loop, temperature=0.7), mask_token_id=MASK)
+    graph, params = split(tiny_model())
+    shapes = dict(slots=config.slots, output_slots=16, holds_back=config.holds_back)
+
+    def prefilled(prompts: list[list[int]], width: int):
+        padded = np.array([p + [0] * (width - len(p)) for p in prompts], np.int32)
+        return start(graph, params, jnp.asarray(padded), jnp.asarray([len(p) for p in prompts], jnp.int32), **shapes)
+
+    settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
+    state = run(graph, params, prefilled(PROMPTS, 16), settings, decoder=config.decoder, refill=config.refill)
+    whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
+    causal = prefilled(whole, 32)
+    for row, prompt in enumerate(PROMPTS):
+        length = int(state.length[row])
+        assert length > len(prompt) + 5
+        for ours, expected in ((state.cache.k, causal.cache.k), (state.cache.v, causal.cache.v)):
+            np.testing.assert_allclose(ours[:, row, :length], expected[:, row, :length], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [dict(), dict(temperature=0.7), dict(temperature=1.0, top_k=3), dict(temperature=1.3, top_p=0.7), dict(stop_ids=(9,))],
+    ids=str,
+)
+def test_verified_equals_autoregressive_token_for_token(sampling):
+    saved = 0
+    for seed, (window, tau) in itertools.product(range(3), [(3, 0.9), (4, 1.4), (4, float("inf")), (4, None)]):
+        drafting = dict(window_size=window, entropy_threshold=tau)
+        by_drafts = generate(tiny_model(seed), PROMPTS, config_of("verified", **drafting, seed=seed, **sampling))
+        one_by_one = generate(tiny_model(seed), PROMPTS, config_of("ar", seed=seed, **sampling))
+        for ours, expected in zip(by_drafts, one_by_one, strict=True):
+            assert (ours.ids, ours.finish_reason) == (expected.ids, expected.finish_reason)
+            assert ours.stats.forwards <= expected.stats.forwards
+            saved += expected.stats.forwards - ours.stats.forwards
+    assert saved > 0
+
+
+def test_verified_takes_the_chain_whatever_the_drafts_say():
+    chain, rng = [1, 2, 3, 4, 5, 6, 7] * 2, np.random.default_rng(0)
+    forwards = []
+    for wrong in (0.0, 0.3, 1.0):
+        drafts = [int(9 if rng.random() < wrong else token) for token in chain]
+        model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
+        completion = generate(model, [[0]], config_of("verified"))[0]
+        assert completion.ids == chain
+        forwards.append(completion.stats.forwards)
+    assert forwards[0] < forwards[1] < forwards[2] == len(chain)
+
+
+def test_autoregressive_decoding_is_the_unit_of_both_ratios():
+    for completion in generate(tiny_model(), PROMPTS, config_of("ar", stop_ids=(9,), temperature=0.5)):
+        assert (completion.stats.p_cache, completion.stats.tokens_per_forward) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "streaming_paper"])
+def test_streaming_feeds_every_token_at_least_twice(loop):
+    for tau, stop_ids, limit in itertools.product([None, 1.0, float("inf")], [(), (9, 2)], [1, 3, 14]):
+        config = config_of(loop, entropy_threshold=tau, stop_ids=stop_ids, max_new_tokens=limit)
+        for completion in generate(tiny_model(), PROMPTS, config):
+            assert 0 < completion.stats.p_cache <= 0.5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_mask_id_is_emitted_only_when_it_is_not_banned(loop, temperature):
+    """The mask id is set to a token that the model likes."""
+    favourite = 8 if loop in ("verified", "ar") else 0
+    free = config_of(loop, mask_token_id=favourite, ban_mask=False, temperature=temperature)
+    assert favourite in sum((c.ids for c in generate(tiny_model(), PROMPTS, free)), [])
+    banned = dataclasses.replace(free, ban_mask=True)
+    assert favourite not in sum((c.ids for c in generate(tiny_model(), PROMPTS, banned)), [])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_mask_id_in_the_prompt_is_an_ordinary_token(loop):
+    """Masks are tracked by a flag: the id in the prompt is neither refilled nor overwritten, and nothing waits for it."""
+    for completion in generate(tiny_model(), [[MASK, 1, MASK]] * 3, config_of(loop)):
+        assert len(completion.ids) == 14
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "ar"])
+def test_copies_differ_by_their_noise_and_repeat_with_their_seed(loop):
+    warm = config_of(loop, temperature=1.2, seed=5)
+    copies = [c.ids for c in generate(tiny_model(), PROMPTS[:1], warm, n=3)]
+    assert len(set(map(tuple, copies))) == 3
+    assert [c.ids for c in generate(tiny_model(), PROMPTS[:1], warm, n=3)] == copies
+    other = dataclasses.replace(warm, seed=6)
+    assert [c.ids for c in generate(tiny_model(), PROMPTS[:1], other, n=3)] != copies
+    cold = dataclasses.replace(warm, temperature=0.0)
+    assert len({tuple(c.ids) for c in generate(tiny_model(), PROMPTS[:1], cold, n=3)}) == 1
+
+
+def test_decoders_in_one_call_do_not_disturb_each_other_and_copies_lie_side_by_side():
+    """Two prompts of different decoders, three copies each: two batches, put back in the order of the prompts."""
+    model, configs = tiny_model(), [config_of("ar"), config_of("streaming_eager")]
+    together = generate(model, PROMPTS[:2], configs, n=3)
+    for i in range(2):
+        alone = generate(model, [PROMPTS[i]] * 3, configs[i])
+        assert [outcome(c) for c in together[3 * i : 3 * i + 3]] == [outcome(c) for c in alone]
+
+
+# For every field of DecodeConfig: settings under which it counts, and a changed value.
+FIELDS: dict[str, tuple[DecodeConfig, object]] = {
+    "decoder": (config_of("streaming_eager"), "verified"),
+    "window_size": (config_of("streaming_eager"), 3),
+    "entropy_threshold": (config_of("streaming_eager"), 1.8),
+    "distance_penalty": (config_of("streaming_eager", entropy_threshold=1.6), 0.5),
+    "refill": (config_of("streaming_paper"), "eager"),
+    "block_size": (config_of("blockwise"), 3),
+    "confidence_threshold": (config_of("blockwise"), 0.2),
+    "max_new_tokens": (config_of("ar"), 13),
+    "temperature": (config_of("ar", temperature=0.3), 2.0),
+    "top_k": (config_of("ar", temperature=2.0), 2),
+    "top_p": (config_of("ar", temperature=2.0), 0.3),
+    "stop_ids": (config_of("ar"), (8,)),
+    "mask_token_id": (config_of("streaming_eager"), 3),
+    "ban_mask": (config_of("streaming_eager", mask_token_id=0), False),
+    "seed": (config_of("ar", temperature=2.0), 1),
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(DecodeConfig) if f.name != "stop"])
+def test_every_setting_changes_something(field):
+    """`stop` needs a tokenizer and has its tests in test_stream.py."""
+    config, value = FIELDS[field]
+    changed = dataclasses.replace(config, **{field: value})
+    assert outcomes(PROMPTS, config) != outcomes(PROMPTS, changed)

@@ -1,0 +1,145 @@
+"""Text: what `stream` hands out joins to what `generate` returns, whole characters, and never a piece of a stop string."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+
+from wedlm_jax import DecodeConfig, Model, generate, stream
+from wedlm_jax.data.tokenizer import IM_END, MASK, train_tokenizer
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.errors import UserError
+
+from .models import config_of, reciting_model, tiny_model
+
+TEXT = "naïve café: 世界 🙂🙃 ok\n"
+LOOPS = ("streaming_eager", "verified", "blockwise", "ar")
+
+
+@functools.cache
+def tokenizer():
+    """Bytes alone: most characters of TEXT take two to four tokens."""
+    return train_tokenizer(["x"], 260)
+
+
+def reciter(text: str, *, end: bool = False, tail: str = "") -> Model:
+    """Recites `text`, then perhaps the end-of-turn token, then `tail`, and then zeros."""
+    ids = tokenizer().encode(text) + [tokenizer().eos_token_id] * end + tokenizer().encode(tail)
+    special = dict(mask_token_id=tokenizer().mask_token_id, tokenizer=tokenizer(), eos=[tokenizer().eos_token_id])
+    return reciting_model(ids, vocab_size=len(tokenizer()), **special)
+
+
+def settings(loop: str, **fields) -> DecodeConfig:
+    return config_of(loop, **{"stop_ids": None, "max_new_tokens": 60, "entropy_threshold": 0.3, **fields})
+
+
+def test_the_tokenizer_splits_characters():
+    assert len(tokenizer().encode("世")) == 3
+    assert (tokenizer().eos_token, tokenizer().mask_token) == (IM_END, MASK)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_pieces_join_to_the_ids_and_the_text_of_generate(loop):
+    model, config = reciter(TEXT, end=True, tail="never shown"), settings(loop)
+    whole = generate(model, ["x"], config)[0]
+    pieces = list(stream(model, "x", config))
+    assert len(pieces) > 3
+    assert sum((piece.ids for piece in pieces), []) == whole.ids == [*tokenizer().encode(TEXT), tokenizer().eos_token_id]
+    assert "".join(piece.text for piece in pieces) == whole.text == TEXT
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
+    assert whole.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 5, 12, 13, 14])
+def test_a_character_cut_by_the_limit_is_shown_alike_by_both(limit):
+    model, config = reciter(TEXT), settings("ar", max_new_tokens=limit)
+    whole = generate(model, ["x"], config)[0]
+    assert "".join(piece.text for piece in stream(model, "x", config)) == whole.text
+    assert (len(whole.ids), whole.finish_reason) == (limit, "length")
+
+
+def test_bytes_that_are_no_character_do_not_hold_the_text_back():
+    broken = tokenizer().encode("世")[:2] + tokenizer().encode("after")
+    special = dict(mask_token_id=tokenizer().mask_token_id, tokenizer=tokenizer())
+    model = reciting_model(broken, vocab_size=len(tokenizer()), **special)
+    config = settings("ar", max_new_tokens=len(broken))
+    texts = [piece.text for piece in stream(model, "x", config)]
+    assert "".join(texts) == generate(model, ["x"], config)[0].text == "\N{REPLACEMENT CHARACTER}after"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_stop_string_ends_the_row_and_is_dropped(loop):
+    """The fewest tokens whose text holds it are kept, so every decoder gives the same ids."""
+    model, config = reciter("count to END of it"), settings(loop, stop=("END", "of"))
+    whole = generate(model, ["x"], config)[0]
+    assert (whole.text, whole.finish_reason) == ("count to ", "stop")
+    assert tokenizer().decode(whole.ids) == "count to END"
+    assert whole.stats.generated_tokens == len(whole.ids)
+    pieces = list(stream(model, "x", config))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert sum((piece.ids for piece in pieces), []) == whole.ids
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_beginning_of_a_stop_string_is_held_back_and_released(loop):
+    """"EN" might become "END": it waits, and comes out when it does not."""
+    model, config = reciter("so EN? ENDED"), settings(loop, stop=("END",))
+    texts = [piece.text for piece in stream(model, "x", config)]
+    assert "".join(texts) == "so EN? "
+    seen = ""
+    for text in texts[:-1]:
+        seen += text
+        assert not seen.endswith(("E", "EN"))
+
+
+def test_a_stop_string_that_never_comes_holds_nothing_back_at_the_end():
+    model, config = reciter("so EN"), settings("ar", stop=("END",), max_new_tokens=5)
+    pieces = list(stream(model, "x", config))
+    assert "".join(piece.text for piece in pieces) == generate(model, ["x"], config)[0].text == "so EN"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_stop_string_before_a_stop_id_wins_even_in_one_commit(loop):
+    model, config = reciter("ab!", end=True), settings(loop, stop=("b",), window_size=4, block_size=4)
+    completion = generate(model, ["x"], config)[0]
+    assert (tokenizer().decode(completion.ids), completion.text, completion.finish_reason) == ("ab", "a", "stop")
+
+
+def test_a_row_without_stop_strings_runs_on_beside_one_with_them():
+    model = reciter("abcdef", end=True)
+    configs = [settings("ar", stop=("c",)), settings("ar"), settings("ar", stop=("zz",))]
+    assert [c.text for c in generate(model, ["x"] * 3, configs)] == ["ab", "abcdef", "abcdef"]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_finish_reason_and_the_stop_id(loop):
+    """A stop id is part of the ids and not of the text; at the very limit it still counts as a stop."""
+    model, end = reciter("abc", end=True, tail="def"), tokenizer().eos_token_id
+    for limit, ids, text, reason in (
+        (3, "abc", "abc", "length"),
+        (4, "abc", "abc", "stop"),
+        (9, "abc", "abc", "stop"),
+    ):
+        completion = generate(model, ["x"], settings(loop, max_new_tokens=limit))[0]
+        assert completion.ids == tokenizer().encode(ids) + [end] * (reason == "stop")
+        assert (completion.text, completion.finish_reason) == (text, reason)
+    free = generate(model, ["x"], settings(loop, stop_ids=(), max_new_tokens=7))[0]
+    assert (free.text, free.finish_reason) == (f"abc{IM_END}def", "length")
+    other = generate(model, ["x"], settings(loop, stop_ids=tuple(tokenizer().encode("b"))))[0]
+    assert (other.text, other.finish_reason) == ("a", "stop")
+
+
+def test_messages_go_through_the_chat_template():
+    ids = encode_prompt(reciter(""), [{"role": "user", "content": "hey"}])
+    assert tokenizer().decode(ids) == f"<|im_start|>user\nhey{IM_END}\n<|im_start|>assistant\n"
+
+
+def test_without_a_tokenizer_ids_come_and_text_is_none():
+    config = dataclasses.replace(config_of("streaming_eager"), max_new_tokens=5)
+    pieces = list(stream(tiny_model(), [1, 2], config))
+    assert sum((piece.ids for piece in pieces), []) == generate(tiny_model(), [[1, 2]], config)[0].ids
+    assert {piece.text for piece in pieces} == {None}
+    with pytest.raises(UserError, match="stop strings need a tokenizer"):
+        generate(tiny_model(), [[1, 2]], dataclasses.replace(config, stop=("a",)))
