@@ -103,7 +103,8 @@ def reciting_model(
     sizes = dict(hidden_size=2, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
     config = ModelConfig(vocab_size=vocab_size, max_position_embeddings=256, **sizes)
 
-    def padded(tokens: list[int]) -> np.ndarray:  # position 0 is the prompt token; one length, so that one compiled loop serves all
+    def padded(tokens: list[int]) -> np.ndarray:
+        # Position 0 is the prompt token. One length for all scripts, so that one compiled loop serves them.
         return np.pad([0, *tokens], (0, 127 - len(tokens)))
 
     recited = Reciter(padded(chain), padded(chain if drafts is None else drafts), config, mask_token_id)

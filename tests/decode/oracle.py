@@ -21,9 +21,7 @@ def oracle_model(name: str) -> Model:
     """Loaded from its files, float32 as real float32."""
     model = load(ORACLE / name / "model", "float32")
     config = dataclasses.replace(model.config, matmul_precision="highest")
-    return dataclasses.replace(
-        model, config=config, transformer=transformer_from(config, params_of(model.transformer))
-    )
+    return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
 
 
 @functools.cache

@@ -102,6 +102,7 @@ def test_the_compiled_program_has_no_way_to_the_host():
 
 def test_a_callback_would_be_seen():
     """The search above finds what it looks for."""
+
     def talks(x):
         jax.debug.callback(print, x)
         return x

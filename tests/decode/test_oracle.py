@@ -37,7 +37,9 @@ def buckets_of(model: str):
 
 
 @functools.cache
-def streamed(model: str, window: int | None = None, trace: bool = True) -> dict[tuple[str, int], tuple[dict, Completion]]:
+def streamed(
+    model: str, window: int | None = None, trace: bool = True
+) -> dict[tuple[str, int], tuple[dict, Completion]]:
     """Sequences of the streaming cases (of one window size, or all) with our completions, from few large ragged batches."""
     keys, sequences, configs = [], [], []
     for case in cases(model, "streaming"):
@@ -113,7 +115,7 @@ def test_streaming_decides_as_the_oracle_at_every_step(model, key):
         assert entry["window"] == [None if m else t for m, t in zip(masks, step["tokens"], strict=True)]
         assert entry["fed_positions"] == step["feed_pos"]
         assert entry["emitted"] == min(len(step["committed"]), room)  # the oracle cuts at max_tokens only afterwards
-        assert [t for t in entry["window"][: entry["emitted"]]] == step["committed"][:room]
+        assert entry["window"][: entry["emitted"]] == step["committed"][:room]
         room -= entry["emitted"]
         assert entry["filled_positions"] == step["fill_pos"]
         assert entry["filled_tokens"] == step["fill_tok"]
@@ -124,9 +126,7 @@ def test_streaming_decides_as_the_oracle_at_every_step(model, key):
 
 @functools.cache
 def decoded_in_blocks(model: str) -> dict[str, tuple[dict, Completion]]:
-    chosen = [
-        c for c in cases(model, "block") if c["tag"] not in LEFT_OUT_BLOCK_TAGS and c["temperature"] == 1.0
-    ]
+    chosen = [c for c in cases(model, "block") if c["tag"] not in LEFT_OUT_BLOCK_TAGS and c["temperature"] == 1.0]
     configs = [
         DecodeConfig(
             decoder="blockwise",

@@ -31,6 +31,10 @@ def reciter(text: str, *, end: bool = False, tail: str = "") -> Model:
     return reciting_model(ids, vocab_size=len(tokenizer()), **special)
 
 
+def joined(pieces) -> list[int]:
+    return [token for piece in pieces for token in piece.ids]
+
+
 def settings(loop: str, **fields) -> DecodeConfig:
     return config_of(loop, **{"stop_ids": None, "max_new_tokens": 60, "entropy_threshold": 0.3, **fields})
 
@@ -46,7 +50,7 @@ def test_the_pieces_join_to_the_ids_and_the_text_of_generate(loop):
     whole = generate(model, ["x"], config)[0]
     pieces = list(stream(model, "x", config))
     assert len(pieces) > 3
-    assert sum((piece.ids for piece in pieces), []) == whole.ids == [*tokenizer().encode(TEXT), tokenizer().eos_token_id]
+    assert joined(pieces) == whole.ids == [*tokenizer().encode(TEXT), tokenizer().eos_token_id]
     assert "".join(piece.text for piece in pieces) == whole.text == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert whole.finish_reason == "stop"
@@ -79,12 +83,12 @@ def test_a_stop_string_ends_the_row_and_is_dropped(loop):
     assert whole.stats.generated_tokens == len(whole.ids)
     pieces = list(stream(model, "x", config))
     assert "".join(piece.text for piece in pieces) == whole.text
-    assert sum((piece.ids for piece in pieces), []) == whole.ids
+    assert joined(pieces) == whole.ids
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_the_beginning_of_a_stop_string_is_held_back_and_released(loop):
-    """"EN" might become "END": it waits, and comes out when it does not."""
+    """What might become END waits, and comes out when it does not."""
     model, config = reciter("so EN? ENDED"), settings(loop, stop=("END",))
     texts = [piece.text for piece in stream(model, "x", config)]
     assert "".join(texts) == "so EN? "
@@ -139,7 +143,7 @@ def test_messages_go_through_the_chat_template():
 def test_without_a_tokenizer_ids_come_and_text_is_none():
     config = dataclasses.replace(config_of("streaming_eager"), max_new_tokens=5)
     pieces = list(stream(tiny_model(), [1, 2], config))
-    assert sum((piece.ids for piece in pieces), []) == generate(tiny_model(), [[1, 2]], config)[0].ids
+    assert joined(pieces) == generate(tiny_model(), [[1, 2]], config)[0].ids
     assert {piece.text for piece in pieces} == {None}
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         generate(tiny_model(), [[1, 2]], dataclasses.replace(config, stop=("a",)))

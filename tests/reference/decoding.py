@@ -160,7 +160,7 @@ def verified(row: Row) -> None:
 
 
 def blockwise(row: Row) -> None:
-    """Blocks of J from left to right, the last one cut to what is left; a full block is cached by the next one's first forward."""
+    """Blocks of J from left to right, the last one cut to what is left. The next block's first forward caches a full one."""
     c = row.config
     full: list[int] = []
     while not row.finish:

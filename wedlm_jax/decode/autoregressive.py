@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
@@ -25,7 +24,15 @@ def autoregressive_step(
     state, kept = emit(state, settings, tokens, fed)
     filling = (state.slots == 0) & before.running[:, None]
     record = StepRecord(
-        before.length, before.window, before.filled, fed, jnp.zeros_like(logits[..., 0]), filling, tokens, kept, before.running
+        before.length,
+        before.window,
+        before.filled,
+        fed,
+        jnp.zeros_like(logits[..., 0]),
+        filling,
+        tokens,
+        kept,
+        before.running,
     )
     state = advance(state, kept)
     return dataclasses.replace(state, window=tokens, filled=jnp.ones_like(state.filled)), record

@@ -36,9 +36,7 @@ def blockwise_step(
     masked = ~state.filled & in_block & state.running[:, None]
     filling = select_by_confidence(confidence, masked, settings.confidence_threshold)
     tokens = sample(logits, state.length[:, None] + slots, settings)
-    state = dataclasses.replace(
-        state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling
-    )
+    state = dataclasses.replace(state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling)
     state = advance(state, jnp.where(state.running, lead, 0))
     done = jnp.all(state.filled | (slots >= block[:, None]), axis=1)
     state, kept = emit(state, settings, state.window, jnp.where(done, block, 0))

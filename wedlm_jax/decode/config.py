@@ -52,7 +52,9 @@ class DecodeConfig:
             if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)}: must be a finite number of at least 0")
         if self.entropy_threshold is not None and not _number(self, "entropy_threshold") >= 0:
-            raise UserError(f"entropy_threshold={self.entropy_threshold}: must be at least 0, inf, or None for one a step")
+            raise UserError(
+                f"entropy_threshold={self.entropy_threshold}: must be at least 0, inf, or None for one a step"
+            )
         if not 0 <= _number(self, "confidence_threshold") <= 1:
             raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
         if not 0 < _number(self, "top_p") <= 1:
@@ -62,7 +64,9 @@ class DecodeConfig:
         object.__setattr__(self, "stop", tuple(self.stop))
         if self.stop_ids is not None:
             if not isinstance(self.stop_ids, (tuple, list)):
-                raise UserError(f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own")
+                raise UserError(
+                    f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own"
+                )
             object.__setattr__(self, "stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
         if self.mask_token_id is not None:
             _integer("mask_token_id", self.mask_token_id)

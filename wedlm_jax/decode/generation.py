@@ -211,7 +211,7 @@ def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Com
     with _memory_errors(requests):
         batch = _Batch(model, requests)
         if trace or requests[0].config.stop:
-            for state, record in batch.stepwise():
+            for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
                 for row in np.flatnonzero(np.asarray(record.running)) if trace else ():
                     traces[row].append(trace_entry(record, int(row)))
         else:

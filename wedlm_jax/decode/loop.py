@@ -42,9 +42,7 @@ def start(
 ) -> DecodeState:
     """Jitted `prefill`."""
     transformer = nnx.merge(graph, params)
-    return prefill(
-        transformer, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back
-    )
+    return prefill(transformer, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "decoder", "refill"), donate_argnames="state")

@@ -63,7 +63,9 @@ class StepRecord:
     running: jax.Array  # bool [B]: rows that took part
 
 
-def emit(state: DecodeState, settings: RowSettings, tokens: jax.Array, count: jax.Array) -> tuple[DecodeState, jax.Array]:
+def emit(
+    state: DecodeState, settings: RowSettings, tokens: jax.Array, count: jax.Array
+) -> tuple[DecodeState, jax.Array]:
     """Appends the first `count` [B] of `tokens` [B, C] to the output of running rows, cut behind the first stop id or at
     max_new_tokens, whichever comes first; a row that is cut or full is finished.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import Refill, RowSettings
@@ -36,7 +35,5 @@ def streaming_step(
     record = StepRecord(
         before.length, before.window, before.filled, fed, entropies, filling, tokens, kept, before.running
     )
-    state = dataclasses.replace(
-        state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling
-    )
+    state = dataclasses.replace(state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling)
     return advance(state, kept), record

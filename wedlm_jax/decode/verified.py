@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
@@ -27,8 +26,8 @@ def verified_step(
 
     The forward gives the AR chain after the pending token and after each leading draft. Drafts are accepted while they
     agree with it, and the chain's next token is emitted behind them and pends: every forward emits at least one token.
-    What follows a rejected draft is masked again, and W slots stay in play from the new cursor. The masks' own logits serve as drafts only, so nothing that they say
-    can change the output.
+    What follows a rejected draft is masked again, and W slots stay in play from the new cursor. The masks' own logits
+    serve as drafts only, so nothing that they say can change the output.
     """
     slots = state.slots
     lead = state.leading_run()
