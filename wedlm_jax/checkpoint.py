@@ -75,8 +75,11 @@ class Checkpoints:
             raise _damaged(self._folder / str(step), error) from error
         return TrainState(params=restored["params"], **restored["training"]), restored["data"]
 
-    def close(self) -> None:
-        """Waits for what is still being written; raises what went wrong there."""
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Waits for what is still being written, also where a run is stopped; raises what went wrong there."""
         self._manager.wait_until_finished()
         self._manager.close()
 

@@ -305,7 +305,7 @@ def _call(path: Path, function: str) -> Experiment:
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()]
         line = frames[-1].lineno if frames else 1
         raise UserError(f"{path}:{line}: {type(error).__name__}: {error}") from None
     if not isinstance(experiment, Experiment):

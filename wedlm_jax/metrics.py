@@ -30,7 +30,10 @@ class MetricsWriter:
     def write(self, step: int, metrics: Mapping[str, float | int]) -> None:
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
     def _lines(self) -> list[str]:

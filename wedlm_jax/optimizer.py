@@ -61,7 +61,7 @@ def learning_rate(config: OptimizerConfig, step: jax.Array, total_steps: int) ->
 
 def clip_by_global_norm(gradients: Any, max_norm: float) -> tuple[Any, jax.Array]:
     """Scales gradients down to `max_norm` as torch's `clip_grad_norm_` does; returns them and their norm before."""
-    norm = optax.global_norm(gradients)
+    norm = optax.tree.norm(gradients)
     scale = jnp.minimum(max_norm / (norm + 1e-6), 1.0)
     return jax.tree.map(lambda gradient: gradient * scale, gradients), norm
 

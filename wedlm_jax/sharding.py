@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -43,20 +43,20 @@ class MeshConfig:
             raise UserError(f"mesh: only one of {', '.join(sizes)} may be -1")
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """A mesh over all devices.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over `devices`, by default all.
 
     Raises:
       UserError: the sizes do not multiply to the number of devices.
     """
     sizes = dataclasses.asdict(config)
-    devices = jax.device_count()
+    count = jax.device_count() if devices is None else len(devices)
     named = math.prod(size for size in sizes.values() if size != -1)
-    shape = tuple(devices // named if size == -1 else size for size in sizes.values())
-    if math.prod(shape) != devices:
+    shape = tuple(count // named if size == -1 else size for size in sizes.values())
+    if math.prod(shape) != count:
         given = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise UserError(f"mesh: {given} does not fit {devices} devices; make the product {devices}")
-    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+        raise UserError(f"mesh: {given} does not fit {count} devices; make the product {count}")
+    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

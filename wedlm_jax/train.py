@@ -16,7 +16,7 @@ from wedlm_jax.data.pipeline import batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import FILE as EXPERIMENT_FILE
-from wedlm_jax.experiment import FREE_TO_CHANGE, Experiment, list_experiments, load_experiment
+from wedlm_jax.experiment import FREE_TO_CHANGE, Experiment, TrainConfig, list_experiments, load_experiment
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.metrics import MetricsWriter, ProgressBar, Throughput, fetch
@@ -119,60 +119,68 @@ def train(experiment: Experiment, workdir: Path) -> None:
         for step in (wedlm_step, ar_step)
     )
 
-    # Where the state comes from:
-    # 1. the newest checkpoint in the workdir, with the place in the data stream;
-    # 2. else the model of init_from, with a fresh optimizer;
-    # 3. else fresh parameters from the seed.
-    checkpoints = Checkpoints(workdir, keep=config.keep_checkpoints)
-    if newest is not None:
-        state, data_state = checkpoints.restore(abstract)
-        stream.set_state(data_state)
-        origin = f"resumed at step {newest}"
-    elif initial is not None:
-        state = from_params(params_of(initial.transformer), adamw, abstract)
-        origin = f"from {experiment.init_from}{progress_of(experiment.init_from)}"
-    else:
-        state = from_seed(model_file.config, adamw, abstract, config.seed)
-        origin = "from scratch"
-    del initial  # its arrays are the state's now
-    size = sum(x.size for x in state.params.values()) / 1e6
-    where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
-    print(f"{experiment.name}: {size:.2f}M parameters on {where}, {origin}, in {workdir}")
+    with Checkpoints(workdir, keep=config.keep_checkpoints) as checkpoints:
+        # Where the state comes from:
+        # 1. the newest checkpoint in the workdir, with the place in the data stream;
+        # 2. else the model of init_from, with a fresh optimizer;
+        # 3. else fresh parameters from the seed.
+        if newest is not None:
+            state, data_state = checkpoints.restore(abstract)
+            stream.set_state(data_state)
+            origin = f"resumed at step {newest}"
+        elif initial is not None:
+            state = from_params(params_of(initial.transformer), adamw, abstract)
+            origin = f"from {experiment.init_from}{progress_of(experiment.init_from)}"
+        else:
+            state = from_seed(model_file.config, adamw, abstract, config.seed)
+            origin = "from scratch"
+        del initial  # its arrays are the state's now
+        size = sum(x.size for x in state.params.values()) / 1e6
+        where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
+        print(f"{experiment.name}: {size:.2f}M parameters on {where}, {origin}, in {workdir}")
 
-    # The loop. Step n is dispatched before the numbers of step n - 1 are fetched, so the device never waits for the host.
-    start = newest or 0
-    writer, throughput = MetricsWriter(workdir, start_step=start), Throughput()
-    bar = ProgressBar(experiment.name, start_step=start, total_steps=config.steps)
-
-    def report(step: int, metrics: dict[str, Any]) -> None:
-        numbers = fetch(metrics)
-        throughput.add(int(numbers["tokens"]))
-        if numbers["skipped_in_row"] >= config.max_skipped_in_row:
-            raise UserError(
-                f"step {step}: loss or gradient not finite {numbers['skipped_in_row']} times in a row, stopped; the last "
-                f"checkpoint is kept in {workdir}; lower optimizer.learning_rate or look at the data"
-            )
-        if step % config.log_every == 0 or step == config.steps:
-            rate = throughput.take()
-            writer.write(step, numbers | ({"tokens_per_second": round(rate, 1)} if rate else {}))
-            bar.show(step, numbers["loss"], rate)
-
-    with bar:
+        # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
+        start = newest or 0
+        throughput = Throughput()
         waiting: tuple[int, dict[str, Any]] | None = None
-        for step in range(start + 1, config.steps + 1):
-            batch = jax.device_put(next(stream), batch_sharding(mesh))
-            state, metrics = (ar_update if step <= objective.ar_steps else wedlm_update)(state, batch)
-            if waiting is not None:
-                report(*waiting)
-            waiting = step, metrics
-            if step % config.checkpoint_every == 0 or step == config.steps:
-                # Before the next batch is drawn, so that state and data agree; after the metrics, so that none is lost.
-                report(*waiting)
-                waiting = None
-                checkpoints.save(state, step, stream.get_state())
-    writer.close()
-    checkpoints.close()
+        with (
+            MetricsWriter(workdir, start_step=start) as writer,
+            ProgressBar(experiment.name, start_step=start, total_steps=config.steps) as bar,
+        ):
+            for step in range(start + 1, config.steps + 1):
+                batch = jax.device_put(next(stream), batch_sharding(mesh))
+                state, metrics = (ar_update if step <= objective.ar_steps else wedlm_update)(state, batch)
+                if waiting is not None:
+                    report(*waiting, config, throughput, writer, bar)
+                waiting = step, metrics
+                if step % config.checkpoint_every == 0 or step == config.steps:
+                    # Before the next batch is drawn, so that state and data agree; after the metrics, so that none is lost.
+                    report(*waiting, config, throughput, writer, bar)
+                    waiting = None
+                    checkpoints.save(state, step, stream.get_state())
     print(f"{experiment.name}: finished, all {config.steps} steps are in {workdir}")
+
+
+def report(
+    step: int,
+    metrics: dict[str, Any],
+    config: TrainConfig,
+    throughput: Throughput,
+    writer: MetricsWriter,
+    bar: ProgressBar,
+) -> None:
+    """Fetches, logs and shows the metrics of a step; stops a run whose updates are no longer finite."""
+    numbers = fetch(metrics)
+    throughput.add(int(numbers["tokens"]))
+    if step % config.log_every == 0 or step == config.steps:
+        rate = throughput.take()
+        writer.write(step, numbers | ({"tokens_per_second": round(rate, 1)} if rate else {}))
+        bar.show(step, numbers["loss"], rate)
+    if numbers["skipped_in_row"] >= config.max_skipped_in_row:
+        raise UserError(
+            f"step {step}: loss or gradient not finite {numbers['skipped_in_row']} times in a row, so the run is stopped; "
+            "no such update was applied, and the checkpoints are kept; lower optimizer.learning_rate or look at the data"
+        )
 
 
 def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:

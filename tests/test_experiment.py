@@ -1,0 +1,195 @@
+"""Experiments: found by name or file, overridden by typed fields, kept as JSON; every mistake is one clear line."""
+
+import dataclasses
+import textwrap
+
+import pytest
+
+from tests.tiny_training import EXPERIMENT
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import (
+    Experiment,
+    ModelConfig,
+    TrainConfig,
+    list_experiments,
+    load_experiment,
+    override,
+)
+
+FILE = '''
+    """Trains something small.
+
+    More about it.
+    """
+    import dataclasses
+    from wedlm_jax.experiment import Experiment, TrainConfig, load_experiment
+
+    def small():
+        return Experiment(name="small", init_from="somewhere", train=TrainConfig(steps=7))
+
+    def smaller():
+        return dataclasses.replace(small(), name="smaller")
+
+    def derived():
+        return dataclasses.replace(load_experiment("small"), name="derived")
+
+    def no_experiment():
+        return 3
+
+    def mistyped():
+        return Experiment(name="small", init_from="somewhere", train=TrainConfig(steps="many"))
+
+    def misspelled():
+        return TrainConfig(step=1)
+'''
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A current folder with experiments/small.py."""
+    (tmp_path / "experiments").mkdir()
+    (tmp_path / "experiments" / "small.py").write_text(textwrap.dedent(FILE))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def message_of(call, *args) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_an_experiment_is_found_by_name_in_the_current_folder_first():
+    assert load_experiment("small").train.steps == 7
+    assert load_experiment("small").workdir.as_posix() == "runs/small"
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        ("experiments/small.py", "small"),
+        ("experiments/small.py:smaller", "smaller"),
+        ("experiments/small.py:derived", "derived"),
+        ("small:smaller", "smaller"),
+    ],
+)
+def test_an_experiment_is_a_function_of_a_file(spec, name):
+    assert load_experiment(spec).name == name
+
+
+def test_the_list_shows_the_first_line_of_each_docstring():
+    assert list_experiments()["small"] == "Trains something small."
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("smal", "unknown experiment smal; did you mean small?"),
+        ("missing.py", "missing.py: no such file"),
+        ("small:absent", "experiments/small.py has no function absent"),
+        ("small:no_experiment", "no_experiment() returns int, not an Experiment"),
+        ("small:mistyped", "small.py:22: TypeError"),
+        ("small:misspelled", "small.py:25: TypeError: TrainConfig.__init__() got an unexpected keyword argument 'step'"),
+    ],
+)
+def test_an_experiment_that_is_not_there_or_broken_is_named(spec, message):
+    assert message in message_of(load_experiment, spec)
+
+
+def test_a_syntax_error_is_told_with_its_line(folder):
+    (folder / "broken.py").write_text("def broken():\n  return (\n")
+    assert "broken.py:2: " in message_of(load_experiment, "broken.py")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "read"),
+    [
+        ("train.steps=12", lambda e: e.train.steps == 12),
+        ("optimizer.learning_rate=1e-4", lambda e: e.optimizer.learning_rate == 1e-4),
+        ("model.remat=true", lambda e: e.model.remat is True),
+        ("objective.in_block=bidirectional", lambda e: e.objective.in_block == "bidirectional"),
+        ("evaluation.tasks=counting,copying", lambda e: e.evaluation.tasks == ("counting", "copying")),
+        ("evaluation.entropy_thresholds=[0.1, inf]", lambda e: e.evaluation.entropy_thresholds == (0.1, float("inf"))),
+        ("init_from=runs/a=b", lambda e: e.init_from == "runs/a=b"),
+        ("tokenizer.path=none", lambda e: e.tokenizer.path is None),
+        ("name=none", lambda e: e.name == "none"),
+    ],
+)
+def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
+    assert read(override(EXPERIMENT, assignment))
+
+
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("train.steps", "'train.steps' is not an override; write section.field=value"),
+        ("train.stepz=3", "unknown field train.stepz; did you mean train.steps?"),
+        ("learning_rate=3", "unknown field learning_rate; did you mean optimizer.learning_rate?"),
+        ("zzz=3", "unknown field zzz; the sections are model"),
+        ("train=3", "train is a section; set one of its fields: train.steps"),
+        ("train.steps=1.5", "train.steps='1.5': input should be a valid integer"),
+        ("train.steps=0", "train.steps=0 must be at least 1"),
+        ("train.micro_batches=3", "train.batch_size=2 is not a multiple of train.micro_batches=3"),
+        ("model.remat=perhaps", "model.remat='perhaps': input should be a valid boolean"),
+        ("optimizer.schedule=cosinus", "optimizer.schedule='cosinus': input should be 'constant', 'cosine' or 'linear'"),
+        ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1.0 must be above 0"),
+        ("data.row_length=100", "data.row_length=100 is not a multiple of objective.block_size=16"),
+        ("model=none", "model and init_from are both None"),
+    ],
+)
+def test_a_bad_override_is_one_line_that_names_the_field(assignment, message):
+    assert message in message_of(override, EXPERIMENT, assignment)
+
+
+def test_a_model_that_comes_from_elsewhere_has_no_fields_to_set():
+    experiment = dataclasses.replace(EXPERIMENT, model=None, init_from="somewhere")
+    assert "model is None here (as in init_from)" in message_of(override, experiment, "model.remat=true")
+
+
+def test_json_and_back_is_the_identity(folder):
+    experiment = override(EXPERIMENT, "evaluation.entropy_thresholds=0.1,inf")
+    assert Experiment.from_json(experiment.to_json()) == experiment
+    (folder / "experiment.json").write_text(experiment.to_json())
+    assert Experiment.load(folder) == experiment
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"steps"', '"stepz"', "x.json: unknown field train.stepz; did you mean train.steps?"),
+        ('"steps": 6', '"steps": "six"', "x.json: train.steps: input should be a valid integer"),
+        ('"head_dim": 8', '"head_dim": 7', "model.head_dim=7 is odd"),
+        ('"name": "tiny",', "", "x.json: name: field required"),
+        ("{", "", "x.json:"),
+        (EXPERIMENT.to_json(), "[]", "x.json: holds no experiment"),
+    ],
+)
+def test_broken_json_is_one_line(old, new, message):
+    text = EXPERIMENT.to_json().replace(old, new, 1)
+    assert message in message_of(Experiment.from_json, text, "x.json")
+
+
+def test_a_folder_without_experiment_says_what_writes_it(tmp_path):
+    assert "python -m wedlm_jax.train --exp NAME" in message_of(Experiment.load, tmp_path / "absent")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
+def test_every_field_of_the_loop_has_a_least_value(field):
+    assert f"train.{field}=-1 must be at least" in message_of(lambda: TrainConfig(**{field: -1}))
+
+
+def test_a_config_given_the_wrong_type_in_a_file_is_told(folder):
+    (folder / "typed.py").write_text(
+        "from wedlm_jax.experiment import *\ndef typed():\n    return Experiment(name='a', init_from=3)\n"
+    )
+    assert "init_from" in message_of(load_experiment, "typed.py")
+
+
+def test_the_shipped_experiments_load_and_have_a_summary(monkeypatch, folder):
+    monkeypatch.chdir(folder / "experiments" / "..")
+    shipped = {name: summary for name, summary in list_experiments().items() if name != "small"}
+    assert {"quickstart_base", "quickstart"} <= shipped.keys()
+    for name, summary in shipped.items():
+        assert summary and load_experiment(name).name == name
+        assert isinstance(load_experiment(name).model, ModelConfig | None)
