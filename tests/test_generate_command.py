@@ -52,7 +52,9 @@ def refused(call, capsys, monkeypatch):
 
 
 def write(path, *lines):
-    path.write_bytes(b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines))
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
     return path
 
 

@@ -77,19 +77,19 @@ class Plan:
     out: Path | None
 
 
-def plan_experiment(args: Evaluate) -> Plan:
-    """What `--exp` asks for: the table of an adaptation, before and after."""
+def plan_experiment(args: Evaluate, name: str) -> Plan:
+    """What `--exp NAME` asks for: the table of an adaptation, before and after."""
     if args.decode != DecodeConfig():
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
-    named = load_experiment(args.exp)
+    named = load_experiment(name)
     workdir = args.workdir or named.workdir
     if not pretrained.is_workdir(workdir):
         at = "" if args.workdir is None else f" --workdir {workdir}"
-        raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {args.exp}{at}")
+        raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {name}{at}")
     experiment = dataclasses.replace(Experiment.load(workdir), evaluation=named.evaluation)
     config = experiment.evaluation
-    names = config.tasks if args.task is None else (args.task,)
-    tasks = [(task(name), args.limit or config.problems_per_task) for name in names]
+    chosen = config.tasks if args.task is None else (args.task,)
+    tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
     if config.text_prompts and args.task is None:
         files = code_files("held_out", experiment.data.path)
         tasks.append((text_continuation(files, config.text_prompt_characters), args.limit or config.text_prompts))
@@ -101,8 +101,8 @@ def plan_experiment(args: Evaluate) -> Plan:
     return Plan(experiment.name, models, settings, problems, config, experiment, args.out or workdir / "evaluation")
 
 
-def plan_model(args: Evaluate) -> Plan:
-    """What `--model --task` asks for: one decoder against AR of the same weights."""
+def plan_model(args: Evaluate, path: str) -> Plan:
+    """What `--model DIR --task NAME` asks for: one decoder against AR of the same weights."""
     if args.task is None:
         raise UserError("--model needs --task: word_problems, counting or copying")
     if args.workdir is not None:
@@ -113,8 +113,8 @@ def plan_model(args: Evaluate) -> Plan:
     settings = [Setting("AR", ADAPTED, dataclasses.replace(args.decode, decoder="ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(args.model)
-    return Plan(args.model, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
+    model = load_exact(path)
+    return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
 
 
 def load_exact(path: str) -> Model:
@@ -167,10 +167,13 @@ def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[
             f"bytes, {measured[name].tokens:,} tokens)"
         )
     model = plan.models[ADAPTED]
+    assert model.tokenizer is not None  # a workdir has one
     stream = batches(experiment.data, model.tokenizer, block_size, MASKED_LOSS_ROWS, plan.config.seed, "held_out")
     rows = [next(stream) for _ in range(MASKED_LOSS_BATCHES)]
     by_ratio = masked_loss_by_ratio(model, rows, block_size=block_size)
-    console.print("masked-token loss in nats by mask ratio: " + ", ".join(f"{r:g}: {x:.3f}" for r, x in by_ratio.items()))
+    console.print(
+        "masked-token loss in nats by mask ratio: " + ", ".join(f"{r:g}: {x:.3f}" for r, x in by_ratio.items())
+    )
     return {
         "bits_per_byte": {name: {**dataclasses.asdict(x), "bits_per_byte": x.value} for name, x in measured.items()},
         "masked_loss_by_ratio": {f"{ratio:g}": loss for ratio, loss in by_ratio.items()},
@@ -209,8 +212,11 @@ def show_one_decode(plan: Plan, console: Console) -> None:
         f"\none decode, {setting.label}: {stats.generated_tokens} tokens in {stats.forwards} forwards", style="bold"
     )
     console.print(Text(problem.prompt), style="dim")
+    assert model.tokenizer is not None  # or its prompt could not have been encoded
     pieces = [model.tokenizer.decode([i]) for i in completion.ids]
-    console.print(coloured_by_step(pieces, filling_steps(completion, len(prompt)), colour=console.color_system is not None))
+    console.print(
+        coloured_by_step(pieces, filling_steps(completion, len(prompt)), colour=console.color_system is not None)
+    )
 
 
 def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:
@@ -237,11 +243,14 @@ def main() -> None:
         print(f"wedlm_jax {__version__}")
         return
     args = tyro.cli(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
-    if (args.exp is None) == (args.model is None):
-        raise UserError("give one of --exp NAME and --model DIR")
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")
-    plan = plan_model(args) if args.exp is None else plan_experiment(args)
+    if args.exp is not None and args.model is None:
+        plan = plan_experiment(args, args.exp)
+    elif args.model is not None and args.exp is None:
+        plan = plan_model(args, args.model)
+    else:
+        raise UserError("give one of --exp NAME and --model DIR")
     evaluate(plan, Console())
 
 

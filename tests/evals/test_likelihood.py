@@ -25,7 +25,7 @@ def encode(text):
 def test_rows_score_every_token_but_the_first_exactly_once_with_half_a_row_of_context(n, row_length):
     seen = []
     for tokens, first_scored in scoring_rows(list(range(n)), row_length):
-        assert 1 <= first_scored and len(tokens) <= row_length
+        assert first_scored >= 1 and len(tokens) <= row_length
         assert all(token - tokens[0] >= min(token, row_length // 2) for token in tokens[first_scored:])
         seen += tokens[first_scored:]
     assert seen == list(range(1, n))

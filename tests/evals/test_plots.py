@@ -18,6 +18,6 @@ def test_the_plot_is_a_png_with_two_panels_a_task_and_none_for_tasks_without_ans
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
     (figure,) = seen
     assert [axes.get_title() for axes in figure.axes] == ["counting (n = 40)", "copying (n = 40)", "", ""]
-    (x, y), = figure.axes[0].containers[0].lines[0].get_xydata()
+    ((x, y),) = figure.axes[0].containers[0].lines[0].get_xydata()
     assert (x, y) == (4.25, 0.9)
     assert len(figure.axes[0].containers) == 3

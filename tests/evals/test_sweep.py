@@ -1,7 +1,5 @@
 """The sweep: fixed batches, warm clock, ratios of totals, AR of the same weights as the reference."""
 
-import time
-
 import pytest
 
 from tests.evals.models import tiny_model
@@ -10,10 +8,10 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.loop import run
 from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, wilson_interval
-from wedlm_jax.errors import UserError
 
 AR, FAST = Setting("AR", ADAPTED, DecodeConfig(decoder="ar")), Setting("fast", ADAPTED, DecodeConfig())
 PROBLEMS = [Problem("echo", f"Q: {i}", "", str(i)) for i in range(5)]
@@ -21,16 +19,17 @@ ECHO = Task("echo", lambda limit, seed: PROBLEMS[:limit], lambda problem, text: 
 
 
 class FakeGenerate:
-    """Answers with the prompt's last word; row k takes k + 1 tokens. AR is slow, the first call of a shape slower."""
+    """Answers with the prompt's last word and moves the clock: 2 s a call for AR, 1 s else, 60 s more while it compiles."""
 
-    def __init__(self, wrong: tuple[str, ...] = ()):
+    def __init__(self, monkeypatch, wrong: tuple[str, ...] = ()):
         self.calls: list[tuple[str, int]] = []
         self.wrong = wrong
+        self.now = 0.0
+        monkeypatch.setattr("wedlm_jax.evals.sweep.time.perf_counter", lambda: self.now)
 
     def __call__(self, model, prompts, config):
-        time.sleep(0.02 if config.decoder == "ar" else 0.005)
-        if not any(decoder == config.decoder for decoder, _ in self.calls):
-            time.sleep(0.5)
+        met = any(decoder == config.decoder for decoder, _ in self.calls)
+        self.now += (2.0 if config.decoder == "ar" else 1.0) + (0.0 if met else 60.0)
         self.calls.append((config.decoder, len(prompts)))
         texts = [model.tokenizer.decode(prompt).split()[-1] for prompt in prompts]
         width = 1 if config.decoder == "ar" else 2
@@ -49,34 +48,35 @@ def run_fake(fake, batch_size=2, settings=(AR, FAST)):
     return sweep({ADAPTED: tiny_model()}, settings, [(ECHO, PROBLEMS)], batch_size=batch_size, generate=fake)
 
 
-def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock():
-    fake = FakeGenerate()
-    rows, _ = run_fake(fake)
+def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monkeypatch):
+    fake = FakeGenerate(monkeypatch)
+    (ar, fast), _ = run_fake(fake)
     assert {size for _, size in fake.calls} == {2}
     assert [decoder for decoder, _ in fake.calls] == ["ar"] * 4 + ["streaming"] * 4  # three batches and one warm-up
-    for row, seconds in zip(rows, (3 * 0.02, 3 * 0.005), strict=True):
-        assert 6 * 4 / row.tokens_per_second == pytest.approx(seconds, abs=0.05)  # the half second of the first call is out
+    # Three batches of two rows of four tokens; the 60 s of the first calls are not in them.
+    assert (ar.tokens_per_second, fast.tokens_per_second) == (24 / 6, 24 / 3)
+    assert (ar.speedup_over_ar, fast.speedup_over_ar) == (1, 2)
 
 
-def test_rows_count_matches_tokens_and_agreement_with_ar():
-    rows, completions = run_fake(FakeGenerate(wrong=("3",)))
+def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
+    rows, completions = run_fake(FakeGenerate(monkeypatch, wrong=("3",)))
     fast = rows[1]
     assert (fast.n, fast.correct, fast.accuracy, fast.equal_to_ar) == (5, 4, 0.8, 4)
     assert (fast.low, fast.high) == wilson_interval(4, 5)
     assert (fast.tokens_per_forward, fast.p_cache, fast.generated_tokens) == (2.0, 0.5, 20)
-    assert fast.speedup_over_ar == fast.tokens_per_second / rows[0].tokens_per_second
-    assert rows[0].speedup_over_ar == 1
-    assert [c.text for c in completions["echo", "fast"]] == ["0", "1", "2", "?", "4"]  # fillers are dropped, order is kept
+    # The row that filled up the last batch is dropped, and the order is kept.
+    assert [c.text for c in completions["echo", "fast"]] == ["0", "1", "2", "?", "4"]
 
 
-def test_without_ar_of_the_same_weights_nothing_is_compared():
-    rows, _ = run_fake(FakeGenerate(), settings=(FAST,))
+def test_without_ar_of_the_same_weights_nothing_is_compared(monkeypatch):
+    rows, _ = run_fake(FakeGenerate(monkeypatch), settings=(FAST,))
     assert rows[0].speedup_over_ar is None and rows[0].equal_to_ar is None
 
 
-def test_a_task_without_answers_has_no_accuracy():
+def test_a_task_without_answers_has_no_accuracy(monkeypatch):
     silent = Task("silent", ECHO.problems, None)
-    rows, _ = sweep({ADAPTED: tiny_model()}, [AR], [(silent, PROBLEMS)], batch_size=5, generate=FakeGenerate())
+    fake = FakeGenerate(monkeypatch)
+    rows, _ = sweep({ADAPTED: tiny_model()}, [AR], [(silent, PROBLEMS)], batch_size=5, generate=fake)
     assert rows[0].accuracy is rows[0].correct is rows[0].low is rows[0].high is None
 
 

@@ -93,7 +93,12 @@ def _positions(tokens: jax.Array) -> jax.Array:
 
 
 def masked_loss_by_ratio(
-    model: Model, batches: Sequence[PackedBatch], *, block_size: int, ratios: Sequence[float] = MASK_RATIOS, seed: int = 0
+    model: Model,
+    batches: Sequence[PackedBatch],
+    *,
+    block_size: int,
+    ratios: Sequence[float] = MASK_RATIOS,
+    seed: int = 0,
 ) -> dict[float, float]:
     """Mean cross-entropy in nats of masked tokens, when that share of every block is masked (the training layout)."""
     graph, params = nnx.split(model.transformer)

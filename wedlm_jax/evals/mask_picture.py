@@ -13,14 +13,14 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.colors import ListedColormap  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, visibility  # noqa: E402
-from wedlm_jax.errors import UserError, entry  # noqa: E402
+from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, visibility
+from wedlm_jax.errors import UserError, entry
 
 # One packed row of two documents, eleven and six tokens, each starting on a block.
 BLOCK_SIZE = 4
@@ -78,8 +78,9 @@ def draw() -> Figure:
     handles = [Patch(facecolor=c, edgecolor="#888888", label=m) for c, m in zip(COLOURS, MEANING, strict=True)]
     figure.legend(handles=handles[2:] + handles[:2], loc="lower center", ncol=2, frameon=False, fontsize=10.5)
     caption = (
-        f"Two documents packed into one row, blocks of {BLOCK_SIZE}. Numbers are logical positions, which RoPE reads; "
-        "masks are boxed.\nIn each prediction block the observed tokens come first, so plain causal attention shows every mask all of them."
+        f"Two documents packed into one row, blocks of {BLOCK_SIZE}. Numbers are logical positions, which RoPE reads; masks "
+        "are boxed.\nIn each prediction block the observed tokens come first, so plain causal attention shows every mask "
+        "all of them."
     )
     figure.text(0.5, 0.09, caption, ha="center", fontsize=10, color="#444444")
     return figure

@@ -8,11 +8,11 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from wedlm_jax.evals.sweep import BASE, Row  # noqa: E402
+from wedlm_jax.evals.sweep import BASE, Row
 
 MARKERS = {"ar": "o", "blockwise": "s", "streaming": "^", "verified": "*"}
 COLOURS = {"ar": "#444444", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
@@ -43,10 +43,11 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
-    thresholds = sorted({row.settings["entropy_threshold"] for row in rows if row.settings["decoder"] == "streaming"}, key=float)
+    thresholds = sorted({row.settings["entropy_threshold"] for row in rows if row.settings["decoder"] == "streaming"})
     for row in rows:
         decoder = row.settings["decoder"]
         x, y = getattr(row, quantity), row.accuracy
+        assert y is not None and row.low is not None and row.high is not None
         shade = 1.0
         if decoder == "streaming":  # the lighter, the lower tau
             shade = (1 + thresholds.index(row.settings["entropy_threshold"])) / len(thresholds)

@@ -66,7 +66,7 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
     rows = [Setting("AR, base", BASE, config.autoregressive)] if with_base else []
     rows.append(Setting("AR, adapted" if with_base else "AR", ADAPTED, config.autoregressive))
     rows.append(Setting(f"block-wise, J={config.block_size}", ADAPTED, config.blockwise))
-    rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]  # type: ignore[str-format]
+    rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]
     return [*rows, Setting("verified", ADAPTED, config.verified)]
 
 
@@ -93,18 +93,20 @@ def sweep(
       the rows, task by task in the order of the settings, and the completions by (task name, setting label).
     """
     clock = _WarmClock(generate, batch_size)
+
+    def measure(task: Task, problems: list[Problem], setting: Setting) -> Measurement:
+        model = models[setting.weights]
+        return clock.measure(model, problems, setting.config, lambda done: on_batch(setting, task, done))
+
     rows: list[Row] = []
     completions: dict[tuple[str, str], list[Completion]] = {}
     for task, problems in tasks:
-        measured = {}
-        for setting in settings:
-            measured[setting] = clock.measure(
-                models[setting.weights], problems, setting.config, lambda done, s=setting, t=task: on_batch(s, t, done)
-            )
-            completions[task.name, setting.label] = measured[setting].completions
-        for setting in settings:
-            reference = [m for s, m in measured.items() if s.weights == setting.weights and s.config.decoder == "ar"]
-            rows.append(_row(task, problems, setting, measured[setting], reference[0] if reference else None, batch_size))
+        measured = {setting: measure(task, problems, setting) for setting in settings}
+        autoregressive = {s.weights: m for s, m in measured.items() if s.config.decoder == "ar"}
+        for setting, measurement in measured.items():
+            reference = autoregressive.get(setting.weights)
+            rows.append(_row(task, problems, setting, measurement, reference, batch_size))
+            completions[task.name, setting.label] = measurement.completions
     return rows, completions
 
 
@@ -123,9 +125,8 @@ class _WarmClock:
         for start in range(0, len(problems), self._batch_size):
             prompts = [encode_prompt(model, p.prompt) for p in problems[start : start + self._batch_size]]
             filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
-            longest = max(map(len, prompts))
-            # `generate` pads prompts to powers of two, no finer.
-            shape = (model.config, config.decoder, config.refill, config.slots, config.max_new_tokens, (longest - 1).bit_length())
+            width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
+            shape = (model.config, config.decoder, config.refill, config.slots, config.max_new_tokens, width)
             if shape not in self._met:
                 self._generate(model, filled_up, config)
                 self._met.add(shape)
@@ -139,7 +140,12 @@ class _WarmClock:
 
 
 def _row(
-    task: Task, problems: list[Problem], setting: Setting, measured: Measurement, ar: Measurement | None, batch_size: int
+    task: Task,
+    problems: list[Problem],
+    setting: Setting,
+    measured: Measurement,
+    ar: Measurement | None,
+    batch_size: int,
 ) -> Row:
     completions, n = measured.completions, len(problems)
     correct = None
@@ -164,11 +170,13 @@ def _row(
         p_cache=generated / sum(s.tokens_processed for s in stats),
         tokens_per_second=measured.tokens_per_second,
         speedup_over_ar=None if ar is None else measured.tokens_per_second / ar.tokens_per_second,
-        equal_to_ar=None
-        if ar is None
-        else sum(c.ids == other.ids for c, other in zip(completions, ar.completions, strict=True)),
+        equal_to_ar=None if ar is None else sum(map(_same_tokens, completions, ar.completions)),
         unfinished=sum(c.finish_reason == "length" for c in completions),
     )
+
+
+def _same_tokens(one: Completion, other: Completion) -> bool:
+    return one.ids == other.ids
 
 
 def _as_json(config: DecodeConfig) -> dict[str, Any]:

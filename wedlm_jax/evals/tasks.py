@@ -36,7 +36,9 @@ def task(name: str) -> Task:
     def problems(limit: int, seed: int) -> list[Problem]:
         drawn = list(itertools.islice(quickstart_tasks.problems(name, "held_out", seed), limit))
         if len(drawn) < limit:
-            raise UserError(f"task {name} has only {len(drawn)} held-out problems and {limit} were asked for; lower the limit")
+            raise UserError(
+                f"task {name} has only {len(drawn)} held-out problems and {limit} were asked for; lower the limit"
+            )
         return drawn
 
     return Task(name, problems, quickstart_tasks.is_correct)

@@ -27,7 +27,11 @@ from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.version import __version__
 
-KINDS = {"prompt": "a string", "messages": 'a list of {"role": ..., "content": ...}', "prompt_ids": "a list of token ids"}
+KINDS = {
+    "prompt": "a string",
+    "messages": 'a list of {"role": ..., "content": ...}',
+    "prompt_ids": "a list of token ids",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +182,9 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(f"wedlm_jax {__version__}")
         return
-    generate(tyro.cli(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
+    generate(
+        tyro.cli(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:]))
+    )
 
 
 if __name__ == "__main__":

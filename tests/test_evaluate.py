@@ -1,0 +1,161 @@
+"""`python -m wedlm_jax.evaluate`: from two trained workdirs to table, JSON, plot and one coloured decode."""
+
+import json
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import evaluate as command
+from wedlm_jax.evals.tasks import wilson_interval
+from wedlm_jax.experiment import load_experiment
+from wedlm_jax.pretrained import save
+from wedlm_jax.train import train
+
+EXPERIMENTS = """
+from dataclasses import replace
+
+from wedlm_jax.experiment import *
+
+SHAPE = ModelConfig(
+    vocab_size=512, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8,
+    max_position_embeddings=512, tie_word_embeddings=True,
+)
+
+
+def base():
+    return Experiment(
+        "base", SHAPE, data=DataConfig(row_length=128, num_problems=100), objective=ObjectiveConfig(block_size=8, ar_steps=2),
+        train=TrainConfig(steps=2, batch_size=8),
+    )
+
+
+def adapted():
+    evaluation = EvaluationConfig(
+        tasks=("word_problems", "counting"), problems_per_task=3, max_new_tokens=8, window_size=4, block_size=4
+    )
+    return replace(base(), name="adapted", model=None, init_from="{folder}/base", evaluation=evaluation,
+                   objective=ObjectiveConfig(block_size=8))
+
+
+def code():
+    evaluation = EvaluationConfig(
+        tasks=(), text_prompts=2, text_prompt_characters=40, held_out_files=2, max_new_tokens=8, window_size=4, block_size=4
+    )
+    return Experiment(
+        "code", SHAPE, data=DataConfig(source="stdlib_code", path="{folder}/library", row_length=64),
+        objective=ObjectiveConfig(block_size=8), train=TrainConfig(steps=2, batch_size=8), evaluation=evaluation,
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """An experiment file whose experiments are trained in the folder beside it."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "library").mkdir()
+    for i in range(120):  # a twentieth is held out
+        (folder / "library" / f"m{i}.py").write_text(
+            "".join(f"def f{j}(x):\n    return x + {i * j}\n" for j in range(12))
+        )
+    file = folder / "small.py"
+    file.write_text(EXPERIMENTS.replace("{folder}", str(folder)))
+    for name in ("base", "adapted", "code"):
+        train(load_experiment(f"{file}:{name}"), folder / name)
+    return file
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    def run(*flags):
+        monkeypatch.setattr("sys.argv", ["evaluate", *map(str, flags)])
+        command.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    def run(*flags):
+        monkeypatch.setattr("sys.argv", ["evaluate", *map(str, flags)])
+        with pytest.raises(SystemExit) as exit:
+            command.main()
+        assert exit.value.code == 2
+        message = capsys.readouterr().err
+        assert message.startswith("error: ") and message.count("\n") == 1
+        return message
+
+    return run
+
+
+def test_an_adaptation_gets_one_table_saved_and_plotted(file, call):
+    folder = file.parent / "adapted"
+    shown = call("--exp", f"{file}:adapted", "--workdir", folder)
+    results = json.loads((folder / "evaluation" / "results.json").read_text())
+    rows = results["rows"]
+    assert [row["task"] for row in rows] == ["word_problems"] * 7 + ["counting"] * 7
+    assert [row["label"] for row in rows[:7]] == [
+        "AR, base", "AR, adapted", "block-wise, J=4", "streaming, tau=0.1", "streaming, tau=0.4", "streaming, tau=1",
+        "verified",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["n"] == 3 and (row["low"], row["high"]) == wilson_interval(row["correct"], 3)
+        assert row["label"] != "verified" or row["equal_to_ar"] == 3
+        assert not row["label"].startswith("streaming") or row["p_cache"] <= 0.5
+        assert f"{row['tokens_per_forward']:.2f}" in shown
+    assert "stays at or below 0.5" in " ".join(shown.split())
+    assert "one decode, verified" in shown and "forward:" in shown
+    assert (folder / "evaluation" / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_base_and_adapted_rows_come_from_their_own_weights(file):
+    plan = command.plan_experiment(command.Evaluate(workdir=file.parent / "adapted"), f"{file}:adapted")
+    base, adapted = (plan.models[name].transformer.embed.embedding[...] for name in ("base", "adapted"))
+    assert (base != adapted).any()
+    assert all(m.config.dtype == "float32" and m.config.matmul_precision == "highest" for m in plan.models.values())
+
+
+def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file, call, tmp_path):
+    shown = call("--exp", f"{file}:code", "--workdir", file.parent / "code", "--out", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    bits = results["bits_per_byte"]["adapted"]
+    assert bits["bits_per_byte"] == bits["bits"] / bits["bytes"] and f"{bits['bits_per_byte']:.3f}" in shown
+    assert set(results["masked_loss_by_ratio"]) == {"0.1", "0.3", "0.5", "0.7", "0.9"}
+    assert [set(c) for c in results["continuations"]] == [{"prompt", *(row["label"] for row in results["rows"])}] * 2
+    assert all(row["accuracy"] is None and row["n"] == 2 for row in results["rows"])
+    assert "held-out prompt 2" in shown
+    assert not (tmp_path / "out" / "results.png").exists()  # nothing was scored
+
+
+def test_any_model_is_measured_against_its_own_ar(call, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    flags = ("--model", tmp_path / "model", "--task", "counting", "--limit", 2, "--max-new-tokens", 8)
+    shown = call(*flags, "--decoder", "verified", "--window-size", 4, "--out", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [row["label"] for row in results["rows"]] == ["AR", "verified"]
+    assert results["rows"][1]["settings"]["window_size"] == 4 and results["rows"][1]["equal_to_ar"] == 2
+    assert "counting, n = 2" in shown
+
+
+def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_path):
+    message = refused("--exp", f"{file}:adapted", "--workdir", tmp_path / "none")
+    assert f"python -m wedlm_jax.train --exp {file}:adapted --workdir {tmp_path / 'none'}" in message
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ((), "give one of --exp NAME and --model DIR"),
+        (("--exp", "a", "--model", "b"), "give one of --exp NAME and --model DIR"),
+        (("--exp", "no_such_experiment"), "unknown experiment no_such_experiment"),
+        (("--model", "nowhere", "--task", "counting"), "nowhere"),
+        (("--model", "nowhere"), "--model needs --task"),
+        (("--model", "nowhere", "--task", "sums"), "task 'sums' does not exist"),
+        (("--model", "nowhere", "--task", "counting", "--workdir", "x"), "--workdir goes with --exp"),
+        (("--exp", "a", "--decoder", "ar"), "decoder flags go with --model"),
+        (("--exp", "a", "--limit", "0"), "--limit 0: must be at least 1"),
+        (("--model", "nowhere", "--task", "counting", "--top-p", "2"), "top_p=2"),
+    ],
+)
+def test_bad_flags_are_one_line(refused, flags, complaint):
+    assert complaint in refused(*flags)
