@@ -58,7 +58,7 @@ class Evaluate:
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Problems a task, instead of what the experiment says (with --model: 100)."""
+    """Problems a task at most, instead of what the experiment says (with --model: 100)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go; with --exp WORKDIR/evaluation, with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
@@ -93,7 +93,7 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if config.text_prompts and args.task is None:
         files = code_files("held_out", experiment.data.path)
         tasks.append((text_continuation(files, config.text_prompt_characters), args.limit or config.text_prompts))
-    problems = [(t, t.problems(limit, config.seed)) for t, limit in tasks]
+    problems = [(t, draw(t, limit, config.seed)) for t, limit in tasks]
     models = {ADAPTED: load_exact(str(workdir))}
     if experiment.init_from is not None:
         models[BASE] = load_exact(experiment.init_from)
@@ -109,12 +109,20 @@ def plan_model(args: Evaluate, path: str) -> Plan:
         raise UserError("--workdir goes with --exp; give the directory as --model DIR")
     config = dataclasses.replace(EvaluationConfig(), tasks=(args.task,))
     chosen = task(args.task)
-    problems = chosen.problems(args.limit or config.problems_per_task, config.seed)
+    problems = draw(chosen, args.limit or config.problems_per_task, config.seed)
     settings = [Setting("AR", ADAPTED, dataclasses.replace(args.decode, decoder="ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
+
+
+def draw(of: Task, limit: int, seed: int) -> list[Problem]:
+    if problems := of.problems(limit, seed):
+        return problems
+    raise UserError(
+        f"task {of.name} has no held-out problem to give; lower evaluation.text_prompt_characters or add files"
+    )
 
 
 def load_exact(path: str) -> Model:

@@ -21,7 +21,7 @@ from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
-SMALLEST_BUCKET = 16  # lengths are rounded up to this times a power of two, so that few shapes are compiled
+SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
 
 
 class Request(NamedTuple):

@@ -13,12 +13,12 @@ class EvaluationConfig:
     """Held-out tasks and text, and the decoders that are compared on them."""
 
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
-    problems_per_task: int = 100
+    problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n
     held_out_files: int = 0  # files whose bits per byte are measured; 0 = none
     text_prompts: int = 0  # held-out texts to continue; 0 = none
     text_prompt_characters: int = 240  # their length; whole lines, so at least this
     batch_size: int = 1  # prompts decoded at once, the same for every decoder; 1 is the speed that one user sees
-    max_new_tokens: int = 128
+    max_new_tokens: int = 64
     window_size: int = 16  # W of streaming and verified
     entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
     verified_entropy_threshold: float = 0.4
