@@ -1,10 +1,12 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.model.tiny import MASK_TOKEN_ID, TINY, tiny_model
+from tests.quick_jit import quick_jit
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Causal
@@ -13,36 +15,45 @@ TOKENS, POSITIONS = jnp.array([[3, 4, 5]]), jnp.arange(3)[None]
 MASKED = jnp.array([[False, True, False]])
 
 
-def test_a_masked_row_is_a_mask_whatever_its_token():
+@quick_jit
+def logits_of(tokens, masked):
+    return tiny_model()(tokens, positions=POSITIONS, masked=masked)
+
+
+@quick_jit
+def logits_by_hidden(tokens, masked):
     model = tiny_model()
-    logits = model(TOKENS, positions=POSITIONS, masked=MASKED)
-    np.testing.assert_array_equal(logits, model(TOKENS.at[0, 1].set(MASK_TOKEN_ID), positions=POSITIONS))
-    np.testing.assert_array_equal(logits, model(TOKENS.at[0, 1].set(7), positions=POSITIONS, masked=MASKED))
-    hidden = model.hidden(TOKENS, positions=POSITIONS, masked=MASKED)
-    np.testing.assert_array_equal(model.logits(hidden), logits)
+    return model.logits(model.hidden(tokens, positions=POSITIONS, masked=masked))
 
 
-def test_a_token_that_equals_the_mask_id_is_a_token_where_masked_is_not_given():
-    model, tokens = tiny_model(), TOKENS.at[0, 1].set(MASK_TOKEN_ID)
-    nothing = jnp.zeros_like(MASKED)
-    np.testing.assert_array_equal(
-        model(tokens, positions=POSITIONS, masked=nothing), model(tokens, positions=POSITIONS)
-    )
+def test_a_masked_row_is_a_mask_whatever_its_token():
+    logits = logits_of(TOKENS, MASKED)
+    np.testing.assert_array_equal(logits, logits_of(TOKENS.at[0, 1].set(7), MASKED))
+    np.testing.assert_allclose(logits, logits_of(TOKENS.at[0, 1].set(MASK_TOKEN_ID), None), atol=1e-6)
+    np.testing.assert_allclose(logits, logits_by_hidden(TOKENS, MASKED), atol=1e-6)
+    assert np.abs(logits - logits_of(TOKENS, jnp.zeros_like(MASKED)))[0, 1:].max() > 1e-3
 
 
 def test_a_missing_mask_id_is_an_error_only_where_masks_are_needed():
     model = dataclasses.replace(tiny_model(), mask_token_id=None)
-    assert np.isfinite(model(TOKENS, positions=POSITIONS)).all()
+    assert jax.eval_shape(lambda: model(TOKENS, positions=POSITIONS)).shape == (1, 3, TINY.vocab_size)
     with pytest.raises(UserError, match="mask_token_id"):
         model(TOKENS, positions=POSITIONS, masked=MASKED)
 
 
 def test_a_cache_comes_back_beside_the_result():
-    model, window = tiny_model(), CachedWindow(jnp.array([0]))
-    logits, cache = model(TOKENS, positions=POSITIONS, pattern=window, cache=KVCache.zeros(TINY, 1, 4))
-    hidden, again = model.hidden(TOKENS, positions=POSITIONS, pattern=window, cache=KVCache.zeros(TINY, 1, 4))
-    np.testing.assert_allclose(logits, model(TOKENS, positions=POSITIONS), atol=1e-5)
-    np.testing.assert_array_equal(model.logits(hidden), logits)
+    window = CachedWindow(jnp.array([0]))
+
+    @quick_jit
+    def both(cache):
+        model, inputs = tiny_model(), dict(positions=POSITIONS, pattern=window, cache=cache)
+        logits, from_call = model(TOKENS, **inputs)
+        hidden, from_hidden = model.hidden(TOKENS, **inputs)
+        return logits, model.logits(hidden), from_call, from_hidden
+
+    logits, by_hidden, cache, again = both(KVCache.zeros(TINY, 1, 4))
+    np.testing.assert_allclose(logits, logits_of(TOKENS, None), atol=1e-5)
+    np.testing.assert_array_equal(by_hidden, logits)
     np.testing.assert_array_equal(cache.k, again.k)
     assert cache.k[:, :, :3].any() and not cache.k[:, :, 3:].any()
 

@@ -1,5 +1,6 @@
 """Arrays of a wrong shape or dtype are refused at the door, before they broadcast into a wrong result."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -97,8 +98,11 @@ def test_a_wrong_array_is_refused(call):
 
 
 def test_the_same_calls_with_right_arrays_run():
-    attend(q, k, k, visible)
-    stream()
-    hidden(ints(2, 3), ints(2, 3))
-    reorder_blocks(flags(2, 8), flags(2, 8), block_size=4)
-    KVCache.zeros(TINY, 2, 8).write(0, ints(2), k, k)
+    def right():
+        attend(q, k, k, visible)
+        stream()
+        hidden(ints(2, 3), ints(2, 3))
+        reorder_blocks(flags(2, 8), flags(2, 8), block_size=4)
+        KVCache.zeros(TINY, 2, 8).write(0, ints(2), k, k)
+
+    jax.eval_shape(right)

@@ -11,6 +11,7 @@ import pytest
 from tests.model.tiny import MASK_TOKEN_ID, TINY, cached_logits_of, logits_of, params, tiny_model
 from tests.packed_rows import lay_out, make_document
 from tests.quick_jit import quick_jit
+from tests.reference.attention import cross_entropy
 from tests.reference.diffusion import prediction_stream
 from tests.reference.transformer import ReferenceTransformer
 from wedlm_jax.diffusion.dual_stream import build_dual_stream
@@ -171,21 +172,32 @@ def test_a_document_gets_no_gradient_from_what_it_is_packed_with():
 
 
 def test_hidden_then_logits_is_the_call():
-    model = tiny_model()
-    tokens, positions = jnp.arange(10)[None], jnp.arange(10)[None]
-    hidden = model.hidden(tokens, positions=positions)
+    model, tokens, positions = tiny_model(), jnp.arange(10)[None], jnp.arange(10)[None]
+
+    @quick_jit
+    def in_two_calls(tokens, positions):
+        hidden = model.hidden(tokens, positions=positions)
+        return hidden, model.logits(hidden), model.logits(hidden[:, 3:5])
+
+    hidden, logits, some = in_two_calls(tokens, positions)
     assert hidden.shape == (1, 10, TINY.hidden_size)
-    np.testing.assert_array_equal(model.logits(hidden), model(tokens, positions=positions))
-    np.testing.assert_array_equal(model.transformer(tokens, positions=positions), model(tokens, positions=positions))
-    np.testing.assert_array_equal(model.logits(hidden[:, 3:5]), model(tokens, positions=positions)[:, 3:5])
+    in_one_call = quick_jit(lambda tokens, positions: model(tokens, positions=positions))(tokens, positions)
+    np.testing.assert_allclose(in_one_call, logits, atol=1e-6)
+    np.testing.assert_allclose(logits_of(TINY, params(), tokens, positions, Causal()), logits, atol=1e-6)
+    np.testing.assert_allclose(some, logits[:, 3:5], atol=1e-6)
 
 
 def test_token_losses_are_the_cross_entropy_of_the_logits():
-    model = tiny_model()
-    tokens, positions = jnp.arange(10)[None], jnp.arange(10)[None]
-    losses = model.transformer.token_losses(model.hidden(tokens, positions=positions), tokens)
-    log_probabilities = jax.nn.log_softmax(model(tokens, positions=positions))
-    np.testing.assert_allclose(losses[0], -log_probabilities[0, np.arange(10), np.arange(10)], atol=1e-5)
+    model, tokens, positions = tiny_model(), jnp.arange(10)[None], jnp.arange(10)[None]
+
+    @quick_jit
+    def losses_and_logits(tokens, positions):
+        hidden = model.hidden(tokens, positions=positions)
+        return model.transformer.token_losses(hidden, tokens + 1), model.logits(hidden)
+
+    losses, logits = losses_and_logits(tokens, positions)
+    expected = cross_entropy(logits[0], np.eye(TINY.vocab_size), np.arange(10) + 1)
+    np.testing.assert_allclose(losses[0], expected, atol=1e-5)
 
 
 @functools.partial(quick_jit, static_argnames="config")
