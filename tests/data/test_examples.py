@@ -38,7 +38,9 @@ def test_unlike_the_official_packing_no_sample_is_cut_or_dropped(case):
     """A known difference: samples longer than a row are an error, all others arrive whole."""
     length = case["batch_seq_length"]
     examples = [
-        label_completion(sample["input_ids"], sum(label == -100 for label in sample["labels"]), num_end_tokens=0, end_token_id=0)
+        label_completion(
+            sample["input_ids"], sum(label == -100 for label in sample["labels"]), num_end_tokens=0, end_token_id=0
+        )
         for sample in case["samples"]
         if len(sample["input_ids"]) <= length
     ]

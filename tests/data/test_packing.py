@@ -49,9 +49,7 @@ def packings(draw):
 def test_packing_equals_the_list_based_reference(case):
     lengths, num_rows, row_length, block_size = case
     examples = [example(index, length) for index, length in enumerate(lengths)]
-    batch, count = pack(
-        examples, num_rows=num_rows, row_length=row_length, block_size=block_size, pad_token_id=PAD
-    )
+    batch, count = pack(examples, num_rows=num_rows, row_length=row_length, block_size=block_size, pad_token_id=PAD)
     rows, expected_count = reference(examples, num_rows, row_length, block_size)
     rows = [row + [(PAD, False, 0, 0, 0)] * (row_length - len(row)) for row in rows]
     expected = np.array(rows, dtype=np.int64).reshape(num_rows, row_length, 5)

@@ -22,7 +22,9 @@ class Example:
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.loss_mask.shape or self.tokens.ndim != 1:
-            raise ValueError(f"tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be of one shape [T]")
+            raise ValueError(
+                f"tokens {self.tokens.shape} and loss_mask {self.loss_mask.shape} must be of one shape [T]"
+            )
 
 
 def label_completion(
@@ -77,10 +79,12 @@ def from_messages(
     if not messages or messages[-1].get("role") != "assistant":
         raise UserError(f"document {document_id}: the last message must be the assistant's; add its reply")
     if not tokenizer.chat_template:
-        raise UserError("the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text")
+        raise UserError(
+            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
+        )
     end = _end_token_id(tokenizer)
-    prompt = tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    prompt = str(tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True))
+    whole = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
     if not whole.startswith(prompt):
         raise UserError(
             f"document {document_id}: the chat template's generation prompt is no prefix of the conversation, so the "

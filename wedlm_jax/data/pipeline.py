@@ -125,5 +125,7 @@ def _source(
     documents: list[np.ndarray] = []
     for file in code_files(split, config.path):
         tokens = np.array([*encode_text(tokenizer, file.text), tokenizer.eos_token_id], np.int32)
-        documents.extend(tokens[start : start + config.row_length] for start in range(0, len(tokens), config.row_length))
+        documents.extend(
+            tokens[start : start + config.row_length] for start in range(0, len(tokens), config.row_length)
+        )
     return documents

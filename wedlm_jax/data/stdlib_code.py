@@ -43,9 +43,7 @@ def code_files(split: Split, folder: str | Path | None = None) -> list[CodeFile]
     if not root.is_dir():
         raise UserError(f"data.path={root} is not a folder; name one with .py files")
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    chosen = sorted(
-        name for name in paths if SKIPPED_FOLDERS.isdisjoint(Path(name).parts) and split_of(name) == split
-    )
+    chosen = sorted(name for name in paths if SKIPPED_FOLDERS.isdisjoint(Path(name).parts) and split_of(name) == split)
     files = [CodeFile(name, _read(paths[name])) for name in chosen]
     files = [file for file in files if file.text]
     if not files:

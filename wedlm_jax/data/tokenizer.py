@@ -83,7 +83,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
     path = Path(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text())
-    if config.get("tokenizer_class") == "TokenizersBackend":  # the name since transformers 5; older releases know this one
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        # The name since transformers 5; older releases know only this one.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
