@@ -85,9 +85,13 @@ def test_a_bad_prompt_is_named(prompts, message):
 
 def test_mask_slots_may_pass_the_context():
     """The window hangs over the end of a context that prompt and output fill to the last position."""
-    config = config_of("streaming_eager", max_new_tokens=14)
-    completion = generate(tiny_model(), [[1] * (TINY.max_position_embeddings - 14)] * 3, config)[0]
-    assert len(completion.ids) == 14
+    short = dataclasses.replace(tiny_model(), config=dataclasses.replace(TINY, max_position_embeddings=30))
+    prompts, config = [[1] * 16] * 3, config_of("streaming_eager")
+    completions = generate(short, prompts, config)
+    assert completions == generate(tiny_model(), prompts, config)
+    assert len(completions[0].ids) == 14
+    with pytest.raises(UserError, match="exceed the model's context of 30"):
+        generate(short, [[1] * 17], config_of("streaming_eager"))
 
 
 def test_counts_of_copies_and_of_configs_are_checked():

@@ -14,7 +14,7 @@ from wedlm_jax.errors import UserError
 
 from .models import config_of, reciting_model, tiny_model
 
-TEXT = "naïve café: 世界 🙂🙃 ok\n"
+TEXT = "é世🙂 ok\n"  # characters of 2, 3 and 4 bytes
 LOOPS = ("streaming_eager", "verified", "blockwise", "ar")
 
 
@@ -36,7 +36,7 @@ def joined(pieces) -> list[int]:
 
 
 def settings(loop: str, **fields) -> DecodeConfig:
-    return config_of(loop, **{"stop_ids": None, "max_new_tokens": 60, "entropy_threshold": 0.3, **fields})
+    return config_of(loop, **{"stop_ids": None, "max_new_tokens": 16, "entropy_threshold": 0.3, **fields})
 
 
 def test_the_tokenizer_splits_characters():
@@ -49,14 +49,14 @@ def test_the_pieces_join_to_the_ids_and_the_text_of_generate(loop):
     model, config = reciter(TEXT, end=True, tail="never shown"), settings(loop)
     whole = generate(model, ["x"], config)[0]
     pieces = list(stream(model, "x", config))
-    assert len(pieces) > 3
+    assert len(pieces) > 2
     assert joined(pieces) == whole.ids == [*tokenizer().encode(TEXT), tokenizer().eos_token_id]
     assert "".join(piece.text for piece in pieces) == whole.text == TEXT
     assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert whole.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("limit", [1, 3, 4, 5, 12, 13, 14])
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 6, 9])
 def test_a_character_cut_by_the_limit_is_shown_alike_by_both(limit):
     model, config = reciter(TEXT), settings("ar", max_new_tokens=limit)
     whole = generate(model, ["x"], config)[0]
@@ -76,10 +76,10 @@ def test_bytes_that_are_no_character_do_not_hold_the_text_back():
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_stop_string_ends_the_row_and_is_dropped(loop):
     """The fewest tokens whose text holds it are kept, so every decoder gives the same ids."""
-    model, config = reciter("count to END of it"), settings(loop, stop=("END", "of"))
+    model, config = reciter("go to END of it"), settings(loop, stop=("END", "of"))
     whole = generate(model, ["x"], config)[0]
-    assert (whole.text, whole.finish_reason) == ("count to ", "stop")
-    assert tokenizer().decode(whole.ids) == "count to END"
+    assert (whole.text, whole.finish_reason) == ("go to ", "stop")
+    assert tokenizer().decode(whole.ids) == "go to END"
     assert whole.stats.generated_tokens == len(whole.ids)
     pieces = list(stream(model, "x", config))
     assert "".join(piece.text for piece in pieces) == whole.text
