@@ -112,8 +112,9 @@ def test_the_program_changes(field):
 @pytest.mark.parametrize(
     ("precision", "expected"), [("highest", {"HIGHEST"}), ("high", {"HIGH"}), ("default", {"DEFAULT"})]
 )
-def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected):
-    text = program(dataclasses.replace(TINY, matmul_precision=precision))
+@pytest.mark.parametrize("remat", [False, True])
+def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat):
+    text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat))
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert len(products) > 20
     found = [re.findall(r"precision = \[(\w+), (\w+)\]", line) or [("DEFAULT", "DEFAULT")] for line in products]

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import wedlm_jax.ops.cross_entropy as cross_entropy_module
 from tests.model.tiny import MASK_TOKEN_ID, TINY, cached_logits_of, logits_of, params, tiny_model
 from tests.packed_rows import lay_out, make_document
 from tests.quick_jit import quick_jit
@@ -217,3 +220,25 @@ def test_remat_changes_no_gradient():
     for name, gradient in plain.items():
         assert np.any(gradient), f"{name} has no gradient at all"
         np.testing.assert_allclose(recomputed[name], gradient, atol=1e-6, err_msg=name)
+
+
+def test_a_training_step_never_holds_the_logits_of_both_streams(monkeypatch):
+    batch = built(sample_rows())
+    rows = batch.tokens.size
+
+    def logits_held():
+        """The largest number of rows of logits in the lowered gradient of the losses."""
+
+        def loss(params):
+            transformer = transformer_from(TINY, params)
+            pattern = DualStream(batch.segment_ids, BLOCK_SIZE)
+            hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
+            return jnp.sum(transformer.token_losses(hidden, batch.targets))
+
+        text = jax.jit(jax.grad(loss)).lower(params()).as_text()
+        shapes = [[int(n) for n in found.split("x")] for found in re.findall(r"tensor<([\dx]+)xf32>", text)]
+        return max(math.prod(shape[:-1]) for shape in shapes if shape[-1] == TINY.vocab_size)
+
+    assert logits_held() >= rows, "unchunked, they are there: the search can find them"
+    monkeypatch.setattr(cross_entropy_module, "MAX_LOGITS", 8 * TINY.vocab_size)
+    assert logits_held() < rows

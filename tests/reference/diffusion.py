@@ -93,7 +93,9 @@ def sees(query: int, key: int, length: int, *, block_size: int, in_block: str) -
     return other // block_size == block and (in_block == "bidirectional" or other <= place)
 
 
-def mlm_loss(losses: list[list[float]], streams: list[list[Row]], documents: list[Document], normalization: str) -> float:
+def mlm_loss(
+    losses: list[list[float]], streams: list[list[Row]], documents: list[Document], normalization: str
+) -> float:
     """Eq. 10: sum over masks of loss / gamma; divided by the sum of the 1 / gamma, or by the number of tokens to be learned."""
     total, weights = 0.0, 0.0
     for of_document, rows in zip(losses, streams, strict=True):
