@@ -2,9 +2,16 @@
 
 import os
 
-# Read by jax when it is first imported; tests of sharding need more devices than one.
+# Read by jax when it is first imported. Tests of sharding need more devices than one; eight of them on two busy cores may
+# wait long for each other, and by default XLA aborts the process after 40 seconds of that.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    ]
+)
 
 from hypothesis import HealthCheck, settings
 
