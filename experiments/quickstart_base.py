@@ -13,7 +13,7 @@ from wedlm_jax.experiment import (
     TrainConfig,
 )
 
-STEPS = 1200
+STEPS = 1100
 
 
 def quickstart_base() -> Experiment:

@@ -15,7 +15,7 @@ LONGEST_FILE = 350  # lines; a longer one holds two concepts
 
 # A room (a folder or a module of the package) imports from the floors below its own.
 FLOORS = (
-    {"errors", "version"},
+    {"errors", "host_memory", "version"},
     {"ops"},
     {"sharding"},
     {"model", "diffusion", "data"},
@@ -32,6 +32,7 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 ON_ONE_FLOOR = {
     ("train_step", "optimizer"),  # the update
     ("train_step", "train_state"),
+    ("train_state", "optimizer"),  # holds its state
     ("checkpoint", "train_state"),  # what is saved
     ("__init__", "generate"),  # wedlm_jax.generate is the function
 }

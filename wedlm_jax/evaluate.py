@@ -40,6 +40,7 @@ from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.version import __version__
@@ -247,6 +248,7 @@ def device() -> str:
 
 @entry
 def main() -> None:
+    keep_freed_memory()
     if "--version" in sys.argv[1:]:
         print(f"wedlm_jax {__version__}")
         return

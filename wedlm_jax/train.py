@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,14 +18,14 @@ from wedlm_jax.experiment import FILE as EXPERIMENT_FILE
 from wedlm_jax.experiment import FREE_TO_CHANGE, Experiment, TrainConfig, list_experiments, load_experiment
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
+from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics import MetricsWriter, ProgressBar, Throughput, fetch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.optimizer import make_adamw
 from wedlm_jax.pretrained import load
-from wedlm_jax.sharding import batch_sharding, make_mesh, replicated
-from wedlm_jax.train_state import abstract_state, from_params, from_seed, shardings_of
-from wedlm_jax.train_step import StepSettings, ar_step, wedlm_step
+from wedlm_jax.sharding import batch_sharding, make_mesh
+from wedlm_jax.train_state import abstract_state, from_params, from_seed
+from wedlm_jax.train_step import StepSettings, ar_step, compile_step, wedlm_step
 
 TOKENIZER_FOLDER = "tokenizer"  # in the workdir
 
@@ -51,6 +50,7 @@ class Flags:
 
 @entry
 def main() -> None:
+    keep_freed_memory()
     flags = tyro.cli(Flags, prog="python -m wedlm_jax.train", config=(tyro.conf.FlagCreatePairsOff,))
     if flags.version:
         from wedlm_jax.version import __version__
@@ -98,9 +98,6 @@ def train(experiment: Experiment, workdir: Path) -> None:
     tokenizer = load_tokenizer(workdir / TOKENIZER_FOLDER)
     stream = batches(experiment.data, tokenizer, objective.block_size, config.batch_size, config.seed)
 
-    # The update, compiled: state in, state out, in the same place.
-    adamw = make_adamw(experiment.optimizer)
-    abstract = abstract_state(model_file.config, adamw, mesh)
     settings = StepSettings(
         model=model_file.config,
         objective=objective,
@@ -110,14 +107,7 @@ def train(experiment: Experiment, workdir: Path) -> None:
         seed=config.seed,
         micro_batches=config.micro_batches,
     )
-    wedlm_update, ar_update = (
-        jax.jit(
-            functools.partial(step, settings=settings),
-            donate_argnums=0,
-            out_shardings=(shardings_of(abstract), replicated(mesh)),
-        )
-        for step in (wedlm_step, ar_step)
-    )
+    ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
 
     with Checkpoints(workdir, keep=config.keep_checkpoints) as checkpoints:
         # Where the state comes from:
@@ -125,14 +115,14 @@ def train(experiment: Experiment, workdir: Path) -> None:
         # 2. else the model of init_from, with a fresh optimizer;
         # 3. else fresh parameters from the seed.
         if newest is not None:
-            state, data_state = checkpoints.restore(abstract)
+            state, data_state = checkpoints.restore(abstract_state(settings.model, settings.optimizer, mesh))
             stream.set_state(data_state)
             origin = f"resumed at step {newest}"
         elif initial is not None:
-            state = from_params(params_of(initial.transformer), adamw, abstract)
+            state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh)
             origin = f"from {experiment.init_from}{progress_of(experiment.init_from)}"
         else:
-            state = from_seed(model_file.config, adamw, abstract, config.seed)
+            state = from_seed(settings.model, settings.optimizer, mesh, config.seed)
             origin = "from scratch"
         del initial  # its arrays are the state's now
         size = sum(x.size for x in state.params.values()) / 1e6
