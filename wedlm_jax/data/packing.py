@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from wedlm_jax.data.examples import Example
 from wedlm_jax.errors import UserError
 
+Array = Any  # numpy here; the same fields hold jax arrays once the batch is on the devices
+
 
 @dataclasses.dataclass(frozen=True)
 class PackedBatch:
     """B rows of L tokens. Positions and segments are born here and travel with the tokens."""
 
-    tokens: np.ndarray  # int32 [B, L]; the pad id where segment_ids is 0
-    loss_mask: np.ndarray  # bool [B, L]
-    positions: np.ndarray  # int32 [B, L]: 0, 1, ... in each document; 0 on padding
-    segment_ids: np.ndarray  # int32 [B, L]: 1, 2, ... in each row; 0 on padding
-    document_ids: np.ndarray  # int32 [B, L]: index of the example in the stream; 0 on padding
+    tokens: Array  # int32 [B, L]; the pad id where segment_ids is 0
+    loss_mask: Array  # bool [B, L]
+    positions: Array  # int32 [B, L]: 0, 1, ... in each document; 0 on padding
+    segment_ids: Array  # int32 [B, L]: 1, 2, ... in each row; 0 on padding
+    document_ids: Array  # int32 [B, L]: index of the example in the stream; 0 on padding
 
 
 def first_fit(lengths: Iterable[int], *, num_rows: int, row_length: int, block_size: int) -> Iterator[tuple[int, int]]:

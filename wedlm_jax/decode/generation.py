@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from flax import nnx
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import run, run_stepwise, start
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
-from wedlm_jax.decode.state import STOPPED, DecodeState
+from wedlm_jax.decode.state import STOPPED, DecodeState, StepRecord
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
@@ -132,7 +132,7 @@ class _Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         self.graph, self.params = nnx.split(model.transformer)
-        self.static = {"decoder": config.decoder, "refill": config.refill}
+        self.static: dict[str, Any] = {"decoder": config.decoder, "refill": config.refill}
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = _bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -151,7 +151,7 @@ class _Batch:
     def run(self) -> DecodeState:
         return run(self.graph, self.params, self.state, self.settings, **self.static)
 
-    def stepwise(self) -> Iterator[tuple[DecodeState, object]]:
+    def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
         steps = run_stepwise(self.graph, self.params, self.state, self.settings, **self.static)
         has_stop = any(r.config.stop for r in self.requests)

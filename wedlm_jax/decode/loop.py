@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def run_stepwise(
     *,
     decoder: Decoder,
     refill: Refill,
-) -> Iterator[tuple[DecodeState, StepRecord]]:
+) -> Generator[tuple[DecodeState, StepRecord], DecodeState | None, None]:
     """The same loop from Python, one (state, record) a step: for streaming text, traces and debugging.
 
     A yielded state is given up to the next step: read what you need of it before asking for more. To end rows early, send

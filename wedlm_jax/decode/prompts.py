@@ -21,9 +21,9 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     if isinstance(prompt, str):
         ids = _tokenizer(model, name).encode(prompt, add_special_tokens=False)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        ids = _apply_template(model, prompt, name)
+        ids = _apply_template(model, prompt, name)  # type: ignore[arg-type]
     elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
-        ids = [int(i) for i in prompt]  # type: ignore[call-overload]
+        ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
         raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {prompt!r:.80}")
     if not ids:

@@ -23,7 +23,7 @@ class Model:
 
     transformer: Transformer
     config: ModelConfig
-    tokenizer: Any | None = None  # transformers.PreTrainedTokenizerFast
+    tokenizer: Any = None  # transformers.PreTrainedTokenizerFast, or None
     mask_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config, else config, else tokenizer
     files: Path | None = None  # the directory that it was loaded from, whose tokenizer files an export carries along
@@ -79,5 +79,7 @@ class Model:
     def require_mask_token_id(self) -> int:
         """The mask id, or a `UserError` where the model has none: plain AR decoding never asks for it."""
         if self.mask_token_id is None:
-            raise UserError("this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)")
+            raise UserError(
+                "this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)"
+            )
         return self.mask_token_id

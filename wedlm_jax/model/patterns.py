@@ -7,7 +7,7 @@ disagree, and a mask made from positions would be silently wrong.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import chex
 import jax
@@ -17,9 +17,8 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import attend, merge
 
 
-def _static(default: object = dataclasses.MISSING) -> dataclasses.Field:
-    metadata = {"static": True}
-    return dataclasses.field(default=default, metadata=metadata)  # type: ignore[call-overload]
+def _static(default: Any = dataclasses.MISSING) -> Any:
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -64,9 +63,10 @@ class DualStream:
         )
         memory = Causal(self.segment_ids)(q_memory, k_memory, v_memory)
         prefix = attend(q_prediction, k_memory, v_memory, self.prefix_visible())
-        blocks = [self._to_blocks(x) for x in (q_prediction, k_prediction, v_prediction)]
-        inside = [x.reshape(B, length, *x.shape[2:]) for x in attend(*blocks, self.block_visible())]
-        return jnp.concatenate([memory, merge(*inside, *prefix)], axis=1)
+        q_block, k_block, v_block = (self._to_blocks(x) for x in (q_prediction, k_prediction, v_prediction))
+        inside = attend(q_block, k_block, v_block, self.block_visible())
+        out, lse = (x.reshape(B, length, *x.shape[2:]) for x in inside)
+        return jnp.concatenate([memory, merge(out, lse, *prefix)], axis=1)
 
     def prefix_visible(self) -> jax.Array:
         """bool [B, L, L]: prediction query by memory key, same document and an earlier block."""
