@@ -130,7 +130,7 @@ def test_four_updates_equal_the_official_trainer(model_name, monkeypatch):
         seed=0,
     )
     before = params_of(model.transformer)
-    state = new_state(before, make_adamw(optimizer))
+    state = new_state(before, optimizer)
 
     def replay(state, batch, masked, mask_ratio):
         monkeypatch.setattr(train_step, "corrupt", lambda *_, **__: (masked, mask_ratio))

@@ -10,9 +10,9 @@ import numpy as np
 
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.experiment import DataConfig, Experiment, ModelConfig, ObjectiveConfig, TokenizerConfig, TrainConfig
-from wedlm_jax.optimizer import OptimizerConfig, make_adamw
+from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig, make_mesh
-from wedlm_jax.train_state import TrainState, abstract_state, from_seed
+from wedlm_jax.train_state import TrainState, from_seed
 from wedlm_jax.train_step import StepSettings
 
 MODEL = ModelConfig(
@@ -28,7 +28,7 @@ MODEL = ModelConfig(
 SETTINGS = StepSettings(
     model=MODEL,
     objective=ObjectiveConfig(block_size=4),
-    optimizer=OptimizerConfig(warmup_steps=2),
+    optimizer=OptimizerConfig(learning_rate=0.02, warmup_steps=2),
     mask_token_id=3,
     total_steps=20,
     seed=0,
@@ -49,8 +49,7 @@ def one_device_mesh() -> jax.sharding.Mesh:
 
 @functools.cache
 def _made(settings: StepSettings) -> TrainState:
-    adamw = make_adamw(settings.optimizer)
-    return from_seed(settings.model, adamw, abstract_state(settings.model, adamw, one_device_mesh()), settings.seed)
+    return from_seed(settings.model, settings.optimizer, one_device_mesh(), settings.seed)
 
 
 def fresh_state(settings: StepSettings = SETTINGS) -> TrainState:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.corruption import corrupt
@@ -19,7 +21,8 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
-from wedlm_jax.train_state import TrainState
+from wedlm_jax.sharding import replicated
+from wedlm_jax.train_state import TrainState, state_shardings
 
 Params = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -64,27 +67,34 @@ class StepSettings:
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
-    objective = settings.objective
-    key = jax.random.fold_in(jax.random.key(settings.seed), state.step)
-    masked, mask_ratio = corrupt(
-        key, batch.loss_mask, batch.document_ids, batch.positions, block_size=objective.block_size
-    )
-    streams = build_dual_stream(
-        batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
-        mask_token_id=settings.mask_token_id, block_size=objective.block_size,
-    )  # fmt: skip
-    weights = loss_weights(streams, normalization=objective.normalization)  # of the whole batch, before it is split
-
-    def loss(params: Params, part: tuple[DualStreamBatch, LossWeights]) -> tuple[jax.Array, Metrics]:
-        streams, weights = part
-        transformer = transformer_from(settings.model, params)
-        pattern = DualStream(streams.segment_ids, objective.block_size, objective.in_block)
-        hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
-        token_losses = transformer.token_losses(hidden, streams.targets)
-        return wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
-
+    streams = corrupted_streams(state.step, batch, settings)
+    weights = loss_weights(streams, normalization=settings.objective.normalization)  # of the whole batch, before it is split
+    loss = functools.partial(wedlm_forward, settings=settings)
     gradients, metrics = accumulate(loss, state.params, (streams, weights), settings.micro_batches)
     return update(state, gradients, metrics | row_metrics(batch), settings)
+
+
+def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:
+    """The masks of this step, drawn and reordered: what depends on (seed, step, document, block) alone."""
+    block_size = settings.objective.block_size
+    key = jax.random.fold_in(jax.random.key(settings.seed), step)
+    masked, mask_ratio = corrupt(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
+    return build_dual_stream(
+        batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
+        mask_token_id=settings.mask_token_id, block_size=block_size,
+    )  # fmt: skip
+
+
+def wedlm_forward(
+    params: Params, part: tuple[DualStreamBatch, LossWeights], *, settings: StepSettings
+) -> tuple[jax.Array, Metrics]:
+    """The share of the loss, and of its two parts, that these rows have."""
+    streams, weights = part
+    objective, transformer = settings.objective, transformer_from(settings.model, params)
+    pattern = DualStream(streams.segment_ids, objective.block_size, objective.in_block)
+    hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
+    token_losses = transformer.token_losses(hidden, streams.targets)
+    return wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
 
 
 def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
@@ -101,6 +111,18 @@ def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) ->
 
     gradients, metrics = accumulate(loss, state.params, (batch, targets, weights), settings.micro_batches)
     return update(state, gradients, metrics | row_metrics(batch), settings)
+
+
+@functools.cache
+def compile_step(
+    step: Callable[..., tuple[TrainState, Metrics]], settings: StepSettings, mesh: Mesh
+) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
+    """`wedlm_step` or `ar_step`, jitted: the state is given away and comes back in the same place."""
+    return jax.jit(
+        functools.partial(step, settings=settings),
+        donate_argnums=0,
+        out_shardings=(state_shardings(settings.model, settings.optimizer, mesh), replicated(mesh)),
+    )
 
 
 def accumulate(

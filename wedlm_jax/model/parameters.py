@@ -17,7 +17,7 @@ def params_of(transformer: Transformer) -> dict[str, jax.Array]:
 
 def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, jax.Array]:
     """Fresh parameters; under `jax.eval_shape` their shapes alone."""
-    return params_of(Transformer(config, rngs=nnx.Rngs(seed)))
+    return params_of(Transformer(config, rngs=nnx.Rngs(jax.random.key(seed))))
 
 
 def transformer_from(config: ModelConfig, params: dict[str, jax.Array]) -> Transformer:

@@ -1,0 +1,91 @@
+"""One device or eight: the same parameters, loss, gradients and update, and nothing kept whole that the table cuts up."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch
+from wedlm_jax.errors import UserError
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
+from wedlm_jax.train_state import abstract_state, from_seed
+from wedlm_jax.train_step import compile_step, wedlm_step
+
+pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+
+
+@functools.cache
+def two_updates(mesh_config: MeshConfig | None, micro_batches: int):
+    """(state at birth, state after two updates, metrics of both); the first update has learning rate 0."""
+    mesh = one_device_mesh() if mesh_config is None else make_mesh(mesh_config)
+    step = compile_step(wedlm_step, dataclasses.replace(SETTINGS, micro_batches=micro_batches), mesh)
+    state = from_seed(MODEL, SETTINGS.optimizer, mesh, SETTINGS.seed)
+    at_birth = jax.device_get(state)
+    batch = jax.device_put(packed_batch(), batch_sharding(mesh))
+    state, first = step(state, batch)
+    state, second = step(state, batch)
+    return at_birth, state, (first, second)
+
+
+@pytest.mark.parametrize(
+    ("mesh_config", "micro_batches"), [(MeshConfig(data=8), 1), (MeshConfig(data=2, fsdp=2, tensor=2), 2)]
+)
+def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches):
+    expected_at_birth, expected, expected_metrics = two_updates(None, 1)
+    at_birth, state, metrics = two_updates(mesh_config, micro_batches)
+    for name, value in expected_at_birth.params.items():
+        np.testing.assert_array_equal(at_birth.params[name], value, err_msg=f"{name} at birth")
+    for numbers, wanted in zip(metrics, expected_metrics, strict=True):
+        for name in wanted:
+            np.testing.assert_allclose(numbers[name], wanted[name], rtol=2e-5, err_msg=name)
+    for name, value in expected.params.items():
+        gradient, wanted = state.opt_state[0].mu[name], expected.opt_state[0].mu[name]
+        np.testing.assert_allclose(gradient, wanted, atol=1e-6, err_msg=f"gradient of {name}")
+        # Adam divides by the gradient's size, so the rounding of a tiny gradient counts as much as a large one's.
+        np.testing.assert_allclose(state.params[name], value, atol=1e-4, err_msg=name)
+
+
+def test_parameters_and_moments_are_cut_as_the_table_says():
+    abstract = abstract_state(MODEL, SETTINGS.optimizer, make_mesh(MeshConfig(data=1, fsdp=4, tensor=2)))
+    for tree in (abstract.params, abstract.opt_state[0].mu, abstract.opt_state[0].nu):
+        for name, shape in {
+            "embed.embedding": (160, 4),  # [V, D] over tensor and fsdp
+            "layers.attention.k_proj.kernel": (2, 4, 1, 8),  # [layers, D, K, H]
+            "layers.mlp.down_proj.kernel": (2, 16, 4),  # [layers, F, D]
+            "final_norm.scale": (4,),
+        }.items():
+            assert tree[name].sharding.shard_shape(tree[name].shape) == shape, name
+
+
+def test_an_updated_state_stays_where_it_was_born():
+    _, state, _ = two_updates(MeshConfig(data=2, fsdp=2, tensor=2), 2)
+    for tree in (state.params, state.opt_state[0].nu):
+        assert tree["embed.embedding"].addressable_shards[0].data.shape == (160, 8)
+
+
+def test_eight_devices_hold_the_batch_in_eight_parts():
+    batch = jax.device_put(packed_batch(), batch_sharding(make_mesh(MeshConfig(data=2, fsdp=4))))
+    assert batch.tokens.addressable_shards[0].data.shape == (1, 24)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data": 3}, "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices"),
+        ({"data": 0}, "mesh.data=0 must be at least 1"),
+        ({"data": -1, "fsdp": -1}, "only one of data, fsdp, tensor may be -1"),
+        ({"data": -1, "tensor": 16}, "does not fit 8 devices"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_named(fields, message):
+    with pytest.raises(UserError) as error:
+        make_mesh(MeshConfig(**fields))
+    assert message in str(error.value)
+
+
+def test_an_axis_that_cannot_be_cut_is_named():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
+    with pytest.raises(UserError, match="mesh.tensor=4 does not divide kv_heads=2 of layers.attention.k_proj.kernel"):
+        abstract_state(MODEL, SETTINGS.optimizer, mesh)

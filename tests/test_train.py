@@ -1,0 +1,208 @@
+"""The loop: a run that was cut off ends as if it had not been, and what it needs is asked for in one line."""
+
+import dataclasses
+import json
+import shutil
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from tests.tiny_training import EXPERIMENT, one_device_mesh
+from wedlm_jax import train as train_module
+from wedlm_jax.checkpoint import load_params, saved_steps
+from wedlm_jax.data.pipeline import PackedBatches
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import override
+from wedlm_jax.metrics import read_metrics
+from wedlm_jax.pretrained import load
+from wedlm_jax.train import main, train
+
+
+class Killed(BaseException):
+    """Ends a run as abruptly as a signal would."""
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    monkeypatch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """An uninterrupted run of EXPERIMENT."""
+    workdir = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+        train(EXPERIMENT, workdir)
+    return workdir
+
+
+def with_overrides(*assignments: str):
+    experiment = EXPERIMENT
+    for assignment in assignments:
+        experiment = override(experiment, assignment)
+    return experiment
+
+
+def message_of(experiment, workdir) -> str:
+    with pytest.raises(UserError) as error:
+        train(experiment, workdir)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def lines_without_time(workdir) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(workdir)]
+
+
+def test_a_run_leaves_a_workdir_that_load_reads(finished):
+    assert saved_steps(finished) == [4, 6]
+    assert [line["step"] for line in read_metrics(finished)] == [1, 2, 3, 4, 5, 6]
+    model = load(finished)
+    assert model.config == EXPERIMENT.model
+    assert model.tokenizer.convert_ids_to_tokens(model.mask_token_id) == "<|mask|>"
+    assert model.eos_token_ids == (model.tokenizer.eos_token_id,)
+
+
+def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path, monkeypatch):
+    """Parameters, optimizer, order of the data and metrics; killed twice, once before the first checkpoint."""
+    draw = PackedBatches.__next__
+
+    def dying_after(draws: int):
+        left = iter(range(draws))
+
+        def next_batch(stream):
+            if next(left, None) is None:
+                raise Killed
+            return draw(stream)
+
+        return next_batch
+
+    for draws in (1, 4):
+        monkeypatch.setattr(PackedBatches, "__next__", dying_after(draws))
+        with pytest.raises(Killed):
+            train(EXPERIMENT, tmp_path)
+    monkeypatch.setattr(PackedBatches, "__next__", draw)
+    train(EXPERIMENT, tmp_path)
+
+    assert lines_without_time(tmp_path) == lines_without_time(finished)
+    for step in (4, 6):
+        (_, expected), (_, resumed) = load_params(finished, step), load_params(tmp_path, step)
+        for name, value in expected.items():
+            np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
+def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
+    before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
+    train(EXPERIMENT, finished)
+    assert "tiny: finished, all 6 steps" in capsys.readouterr().out
+    assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
+
+
+def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
+    other = with_overrides("optimizer.learning_rate=0.5", "train.seed=1", "train.log_every=3", "evaluation.seed=5")
+    message = message_of(other, finished)
+    assert "optimizer.learning_rate: 0.001 -> 0.5" in message and "train.seed: 0 -> 1" in message
+    assert "log_every" not in message and "evaluation" not in message
+
+
+def test_adaptation_starts_from_the_parameters_and_the_tokenizer_of_init_from(finished, tmp_path, capsys):
+    experiment = dataclasses.replace(
+        with_overrides("train.steps=1", "optimizer.warmup_steps=1"), model=None, init_from=str(finished), name="adapted"
+    )
+    train(experiment, tmp_path / "run")  # its one update has learning rate 0
+    (_, base), (config, adapted) = load_params(finished), load_params(tmp_path / "run")
+    assert config == EXPERIMENT.model
+    for name, value in base.items():
+        np.testing.assert_array_equal(adapted[name], value)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "run" / "tokenizer" / file).read_bytes() == (finished / "tokenizer" / file).read_bytes()
+    assert f"from {finished} (step 6 of 6)" in capsys.readouterr().out
+
+
+def test_ar_steps_come_first_and_have_no_mlm_loss(tmp_path):
+    train(with_overrides("train.steps=2", "objective.ar_steps=1"), tmp_path)
+    assert ["mlm_loss" in line for line in read_metrics(tmp_path)] == [False, True]
+
+
+def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
+    experiment = with_overrides("optimizer.learning_rate=1e30", "train.max_skipped_in_row=2", "train.checkpoint_every=1")
+    message = message_of(experiment, tmp_path)
+    assert "loss or gradient not finite 2 times in a row" in message and "optimizer.learning_rate" in message
+    assert saved_steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["model.vocab_size=100"], "the tokenizer has 300 tokens and the model has vocab_size=100 rows"),
+        (["model.max_position_embeddings=128"], "data.row_length=192 is past the model's context"),
+        (["objective.mask_token_id=270"], "mask_token_id=270 is the real token"),
+        (["init_from=runs/absent"], "init_from=runs/absent does not exist; python -m wedlm_jax.train --exp absent makes it"),
+        (["data.row_length=32"], "tokens and a row holds data.row_length=32"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(assignments, message, tmp_path):
+    assert message in message_of(with_overrides(*assignments), tmp_path)
+    assert saved_steps(tmp_path) == []
+
+
+def test_init_from_another_shape_is_refused(finished, tmp_path):
+    experiment = with_overrides(f"init_from={finished}", "model.num_layers=3", "model.remat=true")
+    message = message_of(experiment, tmp_path)
+    assert "num_layers: 2 -> 3" in message and "remat" not in message
+
+
+def test_a_batch_that_cannot_be_split_over_the_devices_is_refused(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    assert "train.batch_size=2 cannot be split" in message_of(EXPERIMENT, tmp_path)
+
+
+def test_a_model_file_that_was_lost_is_named(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    (workdir / "model.json").unlink()
+    assert "it has no model.json" in message_of(EXPERIMENT, workdir)
+
+
+def command(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    main()
+
+
+def test_the_command_prints_the_experiment_with_its_overrides(monkeypatch, capsys):
+    command(monkeypatch, "--exp", "quickstart", "--print-config", "train.steps=3", "name=other")
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["train"]["steps"], printed["name"]) == (3, "other")
+
+
+def test_the_command_lists_the_experiments(monkeypatch, capsys):
+    command(monkeypatch, "--list")
+    assert "quickstart_base" in capsys.readouterr().out
+
+
+def test_the_command_prints_the_version(monkeypatch, capsys):
+    from wedlm_jax.version import __version__
+
+    command(monkeypatch, "--version")
+    assert capsys.readouterr().out.strip() == __version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: name an experiment: --exp NAME"),
+        (["--exp", "quikstart"], "error: unknown experiment quikstart; did you mean quickstart?"),
+        (["--exp", "quickstart", "train.stpes=3"], "error: unknown field train.stpes; did you mean train.steps?"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        command(monkeypatch, *arguments)
+    shown = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert message in shown and shown.count("\n") == 1

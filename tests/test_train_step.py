@@ -1,0 +1,130 @@
+"""The update: what it learns from, what it leaves alone, and that its parts may be cut anyhow."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.tiny_training import SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
+from wedlm_jax.diffusion.losses import loss_weights
+from wedlm_jax.errors import UserError
+from wedlm_jax.train_step import (
+    ObjectiveConfig,
+    StepSettings,
+    ar_step,
+    compile_step,
+    corrupted_streams,
+    wedlm_forward,
+    wedlm_step,
+)
+
+
+def run(step, batch, *, settings: StepSettings = SETTINGS, state=None, updates: int = 2):
+    """Two updates, because the very first has learning rate 0."""
+    state = fresh_state() if state is None else jax.tree.map(jnp.array, state)
+    for _ in range(updates):
+        state, metrics = compile_step(step, settings, one_device_mesh())(state, batch)
+    return state, metrics
+
+
+def with_objective(**fields) -> StepSettings:
+    return dataclasses.replace(SETTINGS, objective=dataclasses.replace(SETTINGS.objective, **fields))
+
+
+def assert_same_update(a, b, atol):
+    """The gradients, of which Adam's first moment is made, and what became of the parameters."""
+    for name in a.params:
+        np.testing.assert_allclose(a.opt_state[0].mu[name], b.opt_state[0].mu[name], atol=atol, err_msg=name)
+        np.testing.assert_allclose(a.params[name], b.params[name], atol=100 * atol, err_msg=name)
+
+
+@pytest.mark.parametrize("step", [wedlm_step, ar_step])
+def test_training_on_one_batch_lowers_its_loss(step):
+    _, first = run(step, packed_batch(), updates=1)
+    _, last = run(step, packed_batch(), updates=15)
+    assert last["ar_loss"] < 0.7 * first["ar_loss"]
+
+
+@pytest.mark.parametrize(("step", "micro_batches"), [(wedlm_step, 8), (ar_step, 2)])
+def test_accumulation_gives_the_same_update(step, micro_batches):
+    """Both losses are normalised over the whole batch, though its parts hold unequal numbers of tokens."""
+    whole, metrics = run(step, packed_batch())
+    settings = dataclasses.replace(SETTINGS, micro_batches=micro_batches)
+    parts, metrics_of_parts = run(step, packed_batch(), settings=settings)
+    for name in metrics:
+        np.testing.assert_allclose(metrics[name], metrics_of_parts[name], rtol=1e-5, err_msg=name)
+    assert_same_update(whole, parts, atol=1e-6)
+
+
+def test_packing_order_gives_the_same_update():
+    batch = packed_batch()
+    whole, _ = run(wedlm_step, batch)
+    permuted, _ = run(wedlm_step, rows_of(batch, np.random.default_rng(0).permutation(8)))
+    assert_same_update(whole, permuted, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [wedlm_step, ar_step])
+def test_packed_documents_do_not_see_each_other(step):
+    """Where document 1 has labels and document 2 has none, the update does not depend on the text of document 2."""
+    batch = packed_batch()
+    one = dataclasses.replace(batch, loss_mask=batch.loss_mask & (batch.segment_ids == 1))
+    other = dataclasses.replace(one, tokens=np.where(batch.segment_ids == 2, 5, batch.tokens))
+    assert_same_update(run(step, one)[0], run(step, other)[0], atol=0)
+
+
+def test_masks_depend_on_the_seed_and_the_step_and_are_fed_as_the_mask_token():
+    def streams(step=0, **fields):
+        return corrupted_streams(jnp.int32(step), packed_batch(), dataclasses.replace(SETTINGS, **fields))
+
+    first = streams()
+    np.testing.assert_array_equal(first.masked, streams().masked)
+    for other in (streams(step=1), streams(seed=1)):
+        assert not np.array_equal(first.masked, other.masked)
+    assert (first.tokens[first.masked] == SETTINGS.mask_token_id).all() and first.masked.any()
+    assert (streams(mask_token_id=2).tokens[first.masked] == 2).all()
+
+
+@pytest.mark.parametrize(
+    "objective", [{}, {"block_size": 2}, {"in_block": "bidirectional"}, {"normalization": "tokens"}, {"ar_loss_weight": 0}]
+)
+def test_every_field_of_the_objective_reaches_the_loss(objective, forward_losses={}):
+    settings = with_objective(**objective)
+    streams = corrupted_streams(jnp.int32(0), packed_batch(), settings)
+    weights = loss_weights(streams, normalization=settings.objective.normalization)
+    forward = jax.jit(functools.partial(wedlm_forward, settings=settings))
+    loss, parts = forward(fresh_state().params, (streams, weights))
+    w = settings.objective.ar_loss_weight
+    np.testing.assert_allclose(loss, (parts["mlm_loss"] + w * parts["ar_loss"]) / (1 + w), rtol=1e-6)
+    assert all(abs(loss - other) > 1e-4 for other in forward_losses.values())
+    forward_losses[str(objective)] = loss
+
+
+def test_a_loss_that_is_not_finite_leaves_parameters_and_optimizer_alone_and_is_counted():
+    state = fresh_state()
+    broken = dataclasses.replace(state, params=state.params | {"final_norm.scale": jnp.full(16, jnp.nan)})
+    after, metrics = run(wedlm_step, packed_batch(), state=broken)
+    assert (metrics["skipped"], metrics["skipped_in_row"], after.step) == (2, 2, 2)
+    for name, value in broken.params.items():
+        np.testing.assert_array_equal(after.params[name], value)
+    for moment, zero in zip(jax.tree.leaves(after.opt_state), jax.tree.leaves(state.opt_state), strict=True):
+        np.testing.assert_array_equal(moment, zero)
+
+    mended = dataclasses.replace(after, params=state.params)
+    _, metrics = run(wedlm_step, packed_batch(), state=mended, updates=1)
+    assert (metrics["skipped"], metrics["skipped_in_row"]) == (2, 0)
+
+
+def test_tokens_and_padding_are_counted():
+    batch = packed_batch()
+    _, metrics = run(ar_step, batch, updates=1)
+    assert metrics["tokens"] == (batch.segment_ids > 0).sum()
+    np.testing.assert_allclose(metrics["padding_share"], (batch.segment_ids == 0).mean(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("field", ["block_size", "ar_loss_weight", "ar_steps"])
+def test_bad_fields_are_named(field):
+    with pytest.raises(UserError, match=f"objective.{field}=-1"):
+        ObjectiveConfig(**{field: -1})
