@@ -41,9 +41,7 @@ def run_seed(seed: int, folder: Path) -> list[dict[str, Any]]:
     train = ("wedlm_jax.train", "--exp")
     seconds = {
         "base": command(*train, "quickstart_base", "--workdir", str(base), f"train.seed={seed}"),
-        "adapted": command(
-            *train, "quickstart", "--workdir", str(adapted), f"train.seed={seed}", f"init_from={base}"
-        ),
+        "adapted": command(*train, "quickstart", "--workdir", str(adapted), f"train.seed={seed}", f"init_from={base}"),
         "evaluation": command("wedlm_jax.evaluate", "--exp", "quickstart", "--workdir", str(adapted)),
     }
     print(f"seed {seed}: " + ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()), flush=True)

@@ -1,8 +1,8 @@
 """Adapts the model of quickstart_base to WeDLM: dual stream, a mask ratio for each block, MLM and AR loss.
 
-    python -m wedlm_jax.train --exp quickstart_base
-    python -m wedlm_jax.train --exp quickstart
-    python -m wedlm_jax.evaluate --exp quickstart
+python -m wedlm_jax.train --exp quickstart_base
+python -m wedlm_jax.train --exp quickstart
+python -m wedlm_jax.evaluate --exp quickstart
 """
 
 from wedlm_jax.experiment import (

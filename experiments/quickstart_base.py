@@ -1,6 +1,6 @@
 """A small Qwen3-style AR model, trained from scratch on word problems, counting and copying.
 
-    python -m wedlm_jax.train --exp quickstart_base
+python -m wedlm_jax.train --exp quickstart_base
 """
 
 from wedlm_jax.experiment import (

@@ -3,9 +3,10 @@
     python -m wedlm_jax.train --exp stdlib_code
     python -m wedlm_jax.evaluate --exp stdlib_code
 
-The text is the library of the running Python, without tests (about 10 MB in Python 3.11); a twentieth of the files is held out, by a hash
-of the path. The evaluation prints bits per byte on held-out files, tokens per forward, and completions of AR and streaming
-side by side. The model is small and sees little text: its completions look like Python and mean nothing.
+The text is the library of the running Python, without tests (about 10 MB in Python 3.11); a twentieth of the files is
+held out, by a hash of the path. The evaluation prints bits per byte on held-out files, tokens per forward, and
+completions of AR and streaming side by side. The model is small and sees little text: its completions look like Python
+and mean nothing.
 """
 
 from wedlm_jax.experiment import (

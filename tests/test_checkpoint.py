@@ -32,12 +32,17 @@ def saved(tmp_path_factory):
     return workdir
 
 
+def restore(workdir, abstract=ABSTRACT):
+    with Checkpoints(workdir, keep=2) as checkpoints:
+        return checkpoints.restore(abstract)
+
+
 def copy_of(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "run")
 
 
 def test_the_newest_checkpoint_comes_back_with_the_data_state(saved):
-    state, data_state = Checkpoints(saved, keep=2).restore(ABSTRACT)
+    state, data_state = restore(saved)
     assert all((np.asarray(x) == 3).all() for x in jax.tree.leaves(state))
     assert jax.tree.structure(state) == jax.tree.structure(fresh_state())
     assert data_state == {"next_example": 30}
@@ -50,7 +55,7 @@ def test_only_the_last_ones_are_kept(saved):
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
 def test_a_checkpoint_is_restored_onto_another_mesh(saved):
     abstract = abstract_state(MODEL, SETTINGS.optimizer, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
-    state, _ = Checkpoints(saved, keep=2).restore(abstract)
+    state, _ = restore(saved, abstract)
     assert state.params["embed.embedding"].addressable_shards[0].data.shape == (160, 8)
     assert all((np.asarray(x) == 3).all() for x in jax.tree.leaves(state))
 
@@ -99,20 +104,21 @@ def test_a_damaged_checkpoint_is_named(saved, tmp_path, item):
         if file.is_file() and file.stat().st_size > 200:
             file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(UserError, match=r"checkpoints/3: the checkpoint cannot be read .* remove this folder"):
-        Checkpoints(workdir, keep=2).restore(ABSTRACT)
+        restore(workdir)
 
 
 def test_a_checkpoint_that_was_not_finished_is_no_checkpoint(saved, tmp_path):
     workdir = copy_of(saved, tmp_path)
     (workdir / "checkpoints" / "3").rename(workdir / "checkpoints" / "3.orbax-checkpoint-tmp-1")
     assert saved_steps(workdir) == [2]
-    assert Checkpoints(workdir, keep=2).newest == 2
+    state, _ = restore(workdir)
+    assert state.step == 2
 
 
 def test_the_checkpoint_of_another_model_is_named(saved):
     other = dataclasses.replace(MODEL, hidden_size=32)
     with pytest.raises(UserError, match="checkpoints/3: the checkpoint cannot be read"):
-        Checkpoints(saved, keep=2).restore(abstract_state(other, SETTINGS.optimizer, one_device_mesh()))
+        restore(saved, abstract_state(other, SETTINGS.optimizer, one_device_mesh()))
 
 
 def test_differences_name_the_fields():

@@ -90,7 +90,10 @@ def test_the_list_shows_the_first_line_of_each_docstring():
         ("small:absent", "experiments/small.py has no function absent"),
         ("small:no_experiment", "no_experiment() returns int, not an Experiment"),
         ("small:mistyped", "small.py:22: TypeError"),
-        ("small:misspelled", "small.py:25: TypeError: TrainConfig.__init__() got an unexpected keyword argument 'step'"),
+        (
+            "small:misspelled",
+            "small.py:25: TypeError: TrainConfig.__init__() got an unexpected keyword argument 'step'",
+        ),
     ],
 )
 def test_an_experiment_that_is_not_there_or_broken_is_named(spec, message):
@@ -132,7 +135,10 @@ def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
         ("train.steps=0", "train.steps=0 must be at least 1"),
         ("train.micro_batches=3", "train.batch_size=2 is not a multiple of train.micro_batches=3"),
         ("model.remat=perhaps", "model.remat='perhaps': input should be a valid boolean"),
-        ("optimizer.schedule=cosinus", "optimizer.schedule='cosinus': input should be 'constant', 'cosine' or 'linear'"),
+        (
+            "optimizer.schedule=cosinus",
+            "optimizer.schedule='cosinus': input should be 'constant', 'cosine' or 'linear'",
+        ),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate=-1.0 must be above 0"),
         ("data.row_length=100", "data.row_length=100 is not a multiple of objective.block_size=16"),
         ("model=none", "model and init_from are both None"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def test_every_field_of_adamw_changes_the_update(field, value):
         adamw = make_adamw(config)
         state = adamw.init(params)
         for gradient in (0.3, -0.1):
-            direction, state = adamw.update(jax.tree.map(lambda x: gradient * x, params), state, params)
+            gradients = {name: gradient * x for name, x in params.items()}
+            direction, state = adamw.update(gradients, state, params)
         return np.concatenate([direction[name] for name in params])
 
     assert not np.allclose(two_updates(OptimizerConfig()), two_updates(OptimizerConfig(**{field: value})), atol=1e-4)
@@ -86,7 +88,7 @@ def test_bad_fields_are_named(fields, message):
 def oracle_row(step: dict, block_size: int) -> tuple[PackedBatch, np.ndarray, np.ndarray]:
     """One row of ours for a packed batch of the oracle: (batch, masked [1, L], mask_ratio [1, M])."""
     bounds = step["doc_cum_lens"]
-    blocks = [-(-(last - first) // block_size) for first, last in zip(bounds, bounds[1:], strict=False)]
+    blocks = [-(-(last - first) // block_size) for first, last in itertools.pairwise(bounds)]
     length = block_size * sum(blocks)
     tokens, positions, segments, documents = (np.zeros((1, length), np.int32) for _ in range(4))
     loss_mask, masked = (np.zeros((1, length), bool) for _ in range(2))

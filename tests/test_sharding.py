@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch
+from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state, from_seed

@@ -128,7 +128,9 @@ def test_ar_steps_come_first_and_have_no_mlm_loss(tmp_path):
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
-    experiment = with_overrides("optimizer.learning_rate=1e30", "train.max_skipped_in_row=2", "train.checkpoint_every=1")
+    experiment = with_overrides(
+        "optimizer.learning_rate=1e30", "train.max_skipped_in_row=2", "train.checkpoint_every=1"
+    )
     message = message_of(experiment, tmp_path)
     assert "loss or gradient not finite 2 times in a row" in message and "optimizer.learning_rate" in message
     assert saved_steps(tmp_path)
@@ -140,7 +142,10 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
         (["model.vocab_size=100"], "the tokenizer has 300 tokens and the model has vocab_size=100 rows"),
         (["model.max_position_embeddings=128"], "data.row_length=192 is past the model's context"),
         (["objective.mask_token_id=270"], "mask_token_id=270 is the real token"),
-        (["init_from=runs/absent"], "init_from=runs/absent does not exist; python -m wedlm_jax.train --exp absent makes it"),
+        (
+            ["init_from=runs/absent"],
+            "init_from=runs/absent does not exist; python -m wedlm_jax.train --exp absent makes it",
+        ),
         (["data.row_length=32"], "tokens and a row holds data.row_length=32"),
     ],
 )

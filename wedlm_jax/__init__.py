@@ -5,14 +5,14 @@ import os
 # transformers serves tokenizers and chat templates here; that it finds no PyTorch is none of the user's concern.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-from wedlm_jax.decode.config import DecodeConfig  # noqa: E402
-from wedlm_jax.decode.stats import Completion, Stats  # noqa: E402
-from wedlm_jax.generate import generate, stream  # noqa: E402
-from wedlm_jax.model.config import ModelConfig  # noqa: E402
-from wedlm_jax.model.handle import Model  # noqa: E402
-from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream  # noqa: E402
-from wedlm_jax.pretrained import load, save  # noqa: E402
-from wedlm_jax.version import __version__  # noqa: E402
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.generate import generate, stream
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
+from wedlm_jax.pretrained import load, save
+from wedlm_jax.version import __version__
 
 __all__ = [
     "CachedWindow",

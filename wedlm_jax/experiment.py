@@ -265,8 +265,12 @@ def _names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _unknown(name: str, known: Mapping[str, Any]) -> str:
     last = name.rpartition(".")[2]
-    near = [field for field in known if field.rpartition(".")[2] == last] or difflib.get_close_matches(name, known, 1, 0.5)
-    hint = f"did you mean {near[0]}?" if near else f"the sections are {', '.join(n for n in known if _section(known[n]))}"
+    near = [field for field in known if field.rpartition(".")[2] == last] or difflib.get_close_matches(
+        name, known, 1, 0.5
+    )
+    hint = (
+        f"did you mean {near[0]}?" if near else f"the sections are {', '.join(n for n in known if _section(known[n]))}"
+    )
     return f"unknown field {name}; {hint}"
 
 
@@ -305,7 +309,9 @@ def _call(path: Path, function: str) -> Experiment:
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()]
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()
+        ]
         line = frames[-1].lineno if frames else 1
         raise UserError(f"{path}:{line}: {type(error).__name__}: {error}") from None
     if not isinstance(experiment, Experiment):

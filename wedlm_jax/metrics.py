@@ -125,4 +125,6 @@ class ProgressBar:
         if step == first:
             return "-:--"
         left = round((now - since) / (step - first) * (self._total - step))
-        return f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}" if left >= 3600 else f"{left // 60}:{left % 60:02d}"
+        return (
+            f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}" if left >= 3600 else f"{left // 60}:{left % 60:02d}"
+        )

@@ -213,7 +213,9 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = find_tokenizer(experiment, initial, folder)
     if len(tokenizer) > model.vocab_size:
-        raise UserError(f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows")
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows"
+        )
     mask_token_id = initial.mask_token_id if initial is not None else None
     if mask_token_id is None:
         mask_token_id = choose_mask_token_id(model, tokenizer, experiment.objective.mask_token_id)

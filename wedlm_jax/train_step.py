@@ -68,7 +68,8 @@ class StepSettings:
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
     streams = corrupted_streams(state.step, batch, settings)
-    weights = loss_weights(streams, normalization=settings.objective.normalization)  # of the whole batch, before it is split
+    # Of the whole batch, before it is split.
+    weights = loss_weights(streams, normalization=settings.objective.normalization)
     loss = functools.partial(wedlm_forward, settings=settings)
     gradients, metrics = accumulate(loss, state.params, (streams, weights), settings.micro_batches)
     return update(state, gradients, metrics | row_metrics(batch), settings)

@@ -29,7 +29,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for task, group in itertools.groupby(rows, key=lambda row: row.task):
         members = list(group)
-        table.add_row(f"[bold]{task}[/bold], n = {members[0].n}")
+        table.add_row(f"[bold]{task}[/bold]", f"n = {members[0].n}")
         for row in members:
             table.add_row(f"  {row.label}", *_cells(row))
         table.add_section()
@@ -39,7 +39,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
 def _cells(row: Row) -> tuple[str, ...]:
     match = "-"
     if row.accuracy is not None and row.low is not None and row.high is not None:
-        match = f"{100 * row.accuracy:.1f} ({100 * row.low:.0f}-{100 * row.high:.0f})"
+        match = f"{100 * row.accuracy:.0f} ({100 * row.low:.0f}-{100 * row.high:.0f})"
     same = row.equal_to_ar is not None and row.settings["decoder"] != "ar"
     return (
         match,

@@ -32,7 +32,9 @@ class ModelConfig:
     qk_norm: bool = True
     dtype: DType = "float32"  # activations and matmuls
     param_dtype: DType = "float32"
-    matmul_precision: Literal["default", "high", "highest"] = "default"  # "highest": float32 is float32 on accelerators too
+    matmul_precision: Literal["default", "high", "highest"] = (
+        "default"  # "highest": float32 is float32 on accelerators too
+    )
     remat: bool = False  # recompute each layer's activations in the backward pass
 
     def __post_init__(self) -> None:
