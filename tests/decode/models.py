@@ -31,7 +31,7 @@ TINY = ModelConfig(
 )
 MASK = TINY.vocab_size - 1
 
-# The compiled loops that the tests share, with batches of ROWS rows, prompts of at most 16 tokens and at most 16 new ones:
+# The compiled loops that the tests share, with batches of ROWS rows, prompts and outputs of the smallest bucket:
 # the settings that a loop is compiled for, and the window or block sizes of its bucket.
 ROWS = 3
 LOOPS: dict[str, tuple[dict, tuple[int, int]]] = {

@@ -14,11 +14,12 @@ import pytest
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import loop as decode_loop
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.generation import SMALLEST_BUCKET
 
 from .models import LOOPS, MASK, config_of, reciting_model, split, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
-HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host", re.IGNORECASE)
+HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
 
 # Every setting that is traced, changed within the bucket of LOOPS.
 CHANGES = [
@@ -58,7 +59,7 @@ def test_another_shape_is_another_program():
     """So the counts above can move."""
     model = reciting_model([1, 2], vocab_size=7, mask_token_id=6)
     before = programs()
-    for limit in (1, 17, 33):
+    for limit in (1, 1 + SMALLEST_BUCKET, 1 + 2 * SMALLEST_BUCKET):
         generate(model, [[0]], config_of("ar", max_new_tokens=limit))
     assert [now - then for now, then in zip(programs(), before, strict=True)] == [3, 3]
 
@@ -79,8 +80,8 @@ def arguments(name: str) -> tuple:
     config = dataclasses.replace(config_of(name, temperature=0.5), mask_token_id=MASK)
     graph, params = split(tiny_model())
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
-    shapes = dict(slots=config.slots, output_slots=16, holds_back=config.holds_back)
-    state = decode_loop.start(graph, params, jnp.ones((3, 16), jnp.int32), lengths, **shapes)
+    shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
+    state = decode_loop.start(graph, params, jnp.ones((3, SMALLEST_BUCKET), jnp.int32), lengths, **shapes)
     static = dict(decoder=config.decoder, refill=config.refill)
     return (graph, params, state, RowSettings.from_configs([config] * 3, range(3))), static
 

@@ -11,6 +11,7 @@ import pytest
 
 from wedlm_jax import Completion, DecodeConfig, generate
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.loop import run, start
 
 from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
@@ -69,15 +70,15 @@ def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop):
     config = dataclasses.replace(config_of(loop, temperature=0.7), mask_token_id=MASK)
     graph, params = split(tiny_model())
 
-    def prefilled(prompts: list[list[int]], width: int, config: DecodeConfig):
-        shapes = dict(slots=config.slots, output_slots=16, holds_back=config.holds_back)
-        padded = np.array([p + [0] * (width - len(p)) for p in prompts], np.int32)
+    def prefilled(prompts: list[list[int]], config: DecodeConfig):
+        shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
+        padded = np.array([p + [0] * (SMALLEST_BUCKET - len(p)) for p in prompts], np.int32)
         return start(graph, params, jnp.asarray(padded), jnp.asarray([len(p) for p in prompts], jnp.int32), **shapes)
 
     settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
-    state = run(graph, params, prefilled(PROMPTS, 16, config), settings, decoder=config.decoder, refill=config.refill)
+    state = run(graph, params, prefilled(PROMPTS, config), settings, decoder=config.decoder, refill=config.refill)
     whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
-    causal = prefilled(whole, 32, config_of("ar"))
+    causal = prefilled(whole, config_of("ar"))
     for row, prompt in enumerate(PROMPTS):
         length = int(state.length[row])
         assert length > len(prompt) + 5

@@ -178,7 +178,7 @@ def test_the_confidence_rule_fills_what_the_oracle_fills_at_any_temperature(mode
     for case in cases(model, "block"):
         threshold = case["confidence_threshold"] or math.inf
         for step in case["steps"]:
-            padding = 8 - len(step["mask_pos"])  # one shape for all
+            padding = 16 - len(step["mask_pos"])  # one shape for all
             confidence = np.pad(step["confidence"], (0, padding))
             masked = np.pad(np.ones(len(step["mask_pos"]), bool), (0, padding))
             chosen = select_by_confidence(jnp.asarray([confidence]), jnp.asarray([masked]), jnp.asarray([threshold]))
