@@ -97,6 +97,7 @@ def test_a_broken_model_file_is_named(saved, tmp_path):
         load_params(workdir)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves its other reads unawaited
 @pytest.mark.parametrize("item", ["params", "training"])
 def test_a_damaged_checkpoint_is_named(saved, tmp_path, item):
     workdir = copy_of(saved, tmp_path)
