@@ -62,7 +62,7 @@ def main() -> None:
 
         print(
             f"| {first['task']} | {first['label']} | {cells('accuracy', '.0f', 100)} | {cells('tokens_per_forward', '.2f')} "
-            f"| {cells('p_cache', '.2f')} | {cells('speedup_over_ar', '.2f')} | {cells('equal_to_ar', 'd')} |"
+            f"| {cells('p_cache', '.2f')} | {cells('speedup_over_ar', '.2f')} | {cells('equal_to_ar', '.0f')} |"
         )
 
 
