@@ -94,9 +94,9 @@ def test_the_noise_belongs_to_the_position_and_not_to_the_place_in_the_window():
 
 
 def test_temperatures_close_to_zero_are_greedy_and_only_the_banned_mask_id_is_never_drawn():
-    logits = np.array([5.0, 7.0, -3.0, 6.0, 0.0, 0.0, 0.0, 0.0], np.float32)
+    logits = np.array([50.0, 70.0, -30.0, 60.0, 0.0, 0.0, 0.0, 0.0], np.float32)
     rows = settings_of(
-        *(DecodeConfig(temperature=t, ban_mask=False) for t in (0.0, 1e-3, 1e-30, 1e-38)),
+        *(DecodeConfig(temperature=t, ban_mask=False) for t in (0.0, 1e-3, 1e-30, 2e-38)),
         DecodeConfig(mask_token_id=1),
         DecodeConfig(mask_token_id=1, temperature=1.0),
         DecodeConfig(mask_token_id=1, temperature=1.0, ban_mask=False),
