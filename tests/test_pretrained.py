@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from wedlm_jax.checkpoint import Checkpoints, ModelFile
@@ -14,6 +13,7 @@ from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, params_of
+from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
 from wedlm_jax.train_state import new_state
 
@@ -63,11 +63,10 @@ def workdir(tmp_path):
     directory = tmp_path / "run"
     save_tokenizer(tokenizer, directory / "tokenizer")
     ModelFile(config, tokenizer.mask_token_id, (tokenizer.eos_token_id,)).write(directory)
-    checkpoints = Checkpoints(directory, keep=2)
-    for step in (1, 2):
-        state = new_state(init_params(config, step), optax.sgd(0.1))
-        checkpoints.save(state, step, {})
-    checkpoints.close()
+    with Checkpoints(directory, keep=2) as checkpoints:
+        for step in (1, 2):
+            state = new_state(init_params(config, step), OptimizerConfig())
+            checkpoints.save(state, step, {})
     return directory, config, state.params
 
 
