@@ -101,8 +101,9 @@ def mlm_loss(
     for of_document, rows in zip(losses, streams, strict=True):
         for loss, row in zip(of_document, rows, strict=True):
             if row.masked:
-                total += loss / row.mask_ratio
-                weights += 1 / row.mask_ratio
+                weight = 1 / (row.mask_ratio + 1e-8)  # Eq. 10 has 1 / gamma; the official code keeps it finite so
+                total += weight * loss
+                weights += weight
     if normalization == "tokens":
         weights = float(sum(sum(document.learned) for document in documents))
     return total / weights if weights else 0.0
