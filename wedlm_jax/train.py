@@ -55,7 +55,7 @@ def main() -> None:
     if flags.version:
         from wedlm_jax.version import __version__
 
-        print(__version__)
+        print(f"wedlm_jax {__version__}")
     elif flags.list:
         for name, summary in list_experiments().items():
             print(f"{name:24} {summary}")
