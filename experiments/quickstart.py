@@ -1,8 +1,13 @@
 """Adapts the model of quickstart_base to WeDLM: dual stream, a mask ratio for each block, MLM and AR loss.
 
-python -m wedlm_jax.train --exp quickstart_base
-python -m wedlm_jax.train --exp quickstart
-python -m wedlm_jax.evaluate --exp quickstart
+    python -m wedlm_jax.train --exp quickstart_base
+    python -m wedlm_jax.train --exp quickstart
+    python -m wedlm_jax.evaluate --exp quickstart
+
+Two CPU cores, about 5 minutes. Expect, on held-out problems (n = 100; training seeds 0, 1, 2): AR accuracy on word problems
+98, 100, 99 % against 99, 100, 100 % of the base; verified decoding equal to AR token for token, at 4.0, 4.0, 4.6 tokens per
+forward on word problems and 6.9, 6.5, 6.7 on counting. Streaming is faster and less exact: 39, 51, 63 % on word problems at
+tau 0.4. Measured by `python benchmarks/quickstart_seeds.py`; the table is in benchmarks/RESULTS.md.
 """
 
 from wedlm_jax.experiment import (

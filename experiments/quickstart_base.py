@@ -1,6 +1,10 @@
 """A small Qwen3-style AR model, trained from scratch on word problems, counting and copying.
 
-python -m wedlm_jax.train --exp quickstart_base
+    python -m wedlm_jax.train --exp quickstart_base
+
+Two CPU cores, about 3 minutes. Expect 99 to 100 % exact match on held-out word problems and 100 % on counting (training
+seeds 0, 1, 2; n = 100). Copying is learned last: 1, 95 and 2 % for the three seeds. Measured by
+`python -m wedlm_jax.evaluate --exp quickstart` and `python benchmarks/quickstart_seeds.py`.
 """
 
 from wedlm_jax.experiment import (
