@@ -192,7 +192,7 @@ def test_the_command_prints_the_version(monkeypatch, capsys):
     from wedlm_jax.version import __version__
 
     command(monkeypatch, "--version")
-    assert capsys.readouterr().out.strip() == __version__
+    assert capsys.readouterr().out.strip() == f"wedlm_jax {__version__}"
 
 
 @pytest.mark.parametrize(
