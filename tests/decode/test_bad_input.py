@@ -108,6 +108,12 @@ def test_a_mask_id_out_of_range_is_named(mask_token_id):
         generate(tiny_model(), [[1]], config_of("streaming_eager", mask_token_id=mask_token_id))
 
 
+@pytest.mark.parametrize("stop_id", [-1, TINY.vocab_size])
+def test_a_stop_id_out_of_range_is_named(stop_id):
+    with pytest.raises(UserError, match=f"stop_ids: {stop_id} is not in the vocabulary"):
+        generate(tiny_model(), [[1]], config_of("ar", stop_ids=(3, stop_id)))
+
+
 def test_without_a_mask_id_only_autoregressive_decoding_works():
     model = dataclasses.replace(tiny_model(), mask_token_id=None)
     for loop in ("streaming_eager", "verified", "blockwise"):

@@ -82,21 +82,21 @@ def arguments(name: str) -> tuple:
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
     shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
     state = decode_loop.start(graph, params, jnp.ones((3, SMALLEST_BUCKET), jnp.int32), lengths, **shapes)
-    static = dict(decoder=config.decoder, refill=config.refill)
-    return (graph, params, state, RowSettings.from_configs([config] * 3, range(3))), static
+    program = decode_loop.Program(graph, config.decoder, config.refill)
+    return program, params, state, RowSettings.from_configs([config] * 3, range(3))
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_loop_has_no_way_to_the_host(name):
-    positional, static = arguments(name)
-    text = decode_loop.run.lower(*positional, **static).as_text()
+    positional = arguments(name)
+    text = decode_loop.run.lower(*positional).as_text()
     assert "stablehlo.while" in text
     assert not HOST.findall(text)
 
 
 def test_the_compiled_program_has_no_way_to_the_host():
-    positional, static = arguments("streaming_eager")
-    text = decode_loop.run.lower(*positional, **static).compile().as_text()
+    positional = arguments("streaming_eager")
+    text = decode_loop.run.lower(*positional).compile().as_text()
     assert " while(" in text
     assert not HOST.findall(text)
 
@@ -113,8 +113,8 @@ def test_a_callback_would_be_seen():
 
 def test_the_state_is_given_up_to_the_loop():
     """The cache is updated in place: its buffers are donated, not copied."""
-    positional, static = arguments("streaming_eager")
-    text = decode_loop.run.lower(*positional, **static).as_text()
+    positional = arguments("streaming_eager")
+    text = decode_loop.run.lower(*positional).as_text()
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= len(jax.tree.leaves(positional[2]))
 
 

@@ -12,7 +12,7 @@ import pytest
 from wedlm_jax import Completion, DecodeConfig, generate
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
-from wedlm_jax.decode.loop import run, start
+from wedlm_jax.decode.loop import Program, run, start
 
 from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
 
@@ -76,7 +76,7 @@ def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop):
         return start(graph, params, jnp.asarray(padded), jnp.asarray([len(p) for p in prompts], jnp.int32), **shapes)
 
     settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
-    state = run(graph, params, prefilled(PROMPTS, config), settings, decoder=config.decoder, refill=config.refill)
+    state = run(Program(graph, config.decoder, config.refill), params, prefilled(PROMPTS, config), settings)
     whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
     causal = prefilled(whole, config_of("ar"))
     for row, prompt in enumerate(PROMPTS):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
-from wedlm_jax.decode.loop import run, run_stepwise, start
+from wedlm_jax.decode.loop import Program, run, run_stepwise, start
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import STOPPED, DecodeState, StepRecord
 from wedlm_jax.decode.stats import Completion, Stats
@@ -121,6 +121,8 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     if config.stop and model.tokenizer is None:
         raise UserError("stop strings need a tokenizer, and this model has none: use stop_ids")
     stop_ids = model.eos_token_ids if config.stop_ids is None else config.stop_ids
+    if outside := [token for token in stop_ids if not 0 <= token < model.config.vocab_size]:
+        raise UserError(f"stop_ids: {outside[0]} is not in the vocabulary [0, {model.config.vocab_size})")
     config = dataclasses.replace(config, stop_ids=tuple(stop_ids), mask_token_id=mask_token_id)
     return Request(ids, config, row)
 
@@ -131,15 +133,15 @@ class _Batch:
     def __init__(self, model: Model, requests: Sequence[Request]):
         self.model, self.requests = model, requests
         config = requests[0].config
-        self.graph, self.params = nnx.split(model.transformer)
-        self.static: dict[str, Any] = {"decoder": config.decoder, "refill": config.refill}
+        graph, self.params = nnx.split(model.transformer)
+        self.program = Program(graph, config.decoder, config.refill)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = _bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):
             prompts[row, : len(request.prompt)] = request.prompt
         self.state = start(
-            self.graph,
+            graph,
             self.params,
             jnp.asarray(prompts),
             jnp.asarray([len(r.prompt) for r in requests], jnp.int32),
@@ -149,11 +151,11 @@ class _Batch:
         )
 
     def run(self) -> DecodeState:
-        return run(self.graph, self.params, self.state, self.settings, **self.static)
+        return run(self.program, self.params, self.state, self.settings)
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
-        steps = run_stepwise(self.graph, self.params, self.state, self.settings, **self.static)
+        steps = run_stepwise(self.program, self.params, self.state, self.settings)
         has_stop = any(r.config.stop for r in self.requests)
         try:
             state, record = next(steps)

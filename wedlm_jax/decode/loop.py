@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Generator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,21 @@ from wedlm_jax.decode.verified import verified_step
 from wedlm_jax.model.transformer import Transformer
 
 
-def step(
-    transformer: Transformer, state: DecodeState, settings: RowSettings, *, decoder: Decoder, refill: Refill
-) -> tuple[DecodeState, StepRecord]:
-    """One forward of every row, and what the decoder makes of it."""
-    if decoder == "streaming":
-        return streaming_step(transformer, state, settings, refill=refill)
-    other = {"verified": verified_step, "blockwise": blockwise_step, "ar": autoregressive_step}
-    return other[decoder](transformer, state, settings)
+class Program(NamedTuple):
+    """What a loop is compiled for, beside the shapes of its arrays."""
+
+    graph: nnx.GraphDef  # of the transformer
+    decoder: Decoder
+    refill: Refill
+
+    def step(
+        self, transformer: Transformer, state: DecodeState, settings: RowSettings
+    ) -> tuple[DecodeState, StepRecord]:
+        """One forward of every row, and what the decoder makes of it."""
+        if self.decoder == "streaming":
+            return streaming_step(transformer, state, settings, refill=self.refill)
+        other = {"verified": verified_step, "blockwise": blockwise_step, "ar": autoregressive_step}
+        return other[self.decoder](transformer, state, settings)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back"))
@@ -45,47 +53,27 @@ def start(
     return prefill(transformer, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "decoder", "refill"), donate_argnames="state")
-def run(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    state: DecodeState,
-    settings: RowSettings,
-    *,
-    decoder: Decoder,
-    refill: Refill,
-) -> DecodeState:
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+def run(program: Program, params: nnx.State, state: DecodeState, settings: RowSettings) -> DecodeState:
     """Steps until every row has finished, without the host."""
-    transformer = nnx.merge(graph, params)
+    transformer = nnx.merge(program.graph, params)
 
     def body(state: DecodeState) -> DecodeState:
-        return step(transformer, state, settings, decoder=decoder, refill=refill)[0]
+        return program.step(transformer, state, settings)[0]
 
     return jax.lax.while_loop(lambda state: jnp.any(state.running), body, state)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "decoder", "refill"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
 def run_step(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    state: DecodeState,
-    settings: RowSettings,
-    *,
-    decoder: Decoder,
-    refill: Refill,
+    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings
 ) -> tuple[DecodeState, StepRecord]:
     """The jitted `step` of the Python loop."""
-    return step(nnx.merge(graph, params), state, settings, decoder=decoder, refill=refill)
+    return program.step(nnx.merge(program.graph, params), state, settings)
 
 
 def run_stepwise(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    state: DecodeState,
-    settings: RowSettings,
-    *,
-    decoder: Decoder,
-    refill: Refill,
+    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings
 ) -> Generator[tuple[DecodeState, StepRecord], DecodeState | None, None]:
     """The same loop from Python, one (state, record) a step: for streaming text, traces and debugging.
 
@@ -93,7 +81,7 @@ def run_stepwise(
     back a state with their `finish` set.
     """
     while bool(jnp.any(state.running)):
-        state, record = run_step(graph, params, state, settings, decoder=decoder, refill=refill)
+        state, record = run_step(program, params, state, settings)
         changed = yield state, record
         if changed is not None:
             state = changed
