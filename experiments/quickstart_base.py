@@ -17,7 +17,7 @@ from wedlm_jax.experiment import (
     TrainConfig,
 )
 
-STEPS = 1100
+STEPS = 1200
 
 
 def quickstart_base() -> Experiment:
