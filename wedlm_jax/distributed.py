@@ -1,73 +1,113 @@
-"""Several processes as one run: how they find each other, what they agree on, and how they end when one of them dies.
+"""Several processes as one run: how they find each other, what they agree on, and how they end when one of them fails.
 
-`initialize` reads the environment. Cloud TPU pods, GKE and Slurm are found by jax itself; anywhere else three variables
-say it, for each process its own:
+`together` reads the environment. Cloud TPU pods, GKE and Slurm are found as jax finds them; anywhere else three variables
+say it, to each process its own:
 
-    WEDLM_COORDINATOR=HOST:PORT    of process 0
+    WEDLM_COORDINATOR=HOST:PORT    of process 0; PORT - 1 must be free there too (lifeline.py)
     WEDLM_NUM_PROCESSES=2
     WEDLM_PROCESS_ID=0             0 .. WEDLM_NUM_PROCESSES - 1
 
-A single process needs none of this, and every function here is then free.
+WEDLM_START_TIMEOUT=300 is how many seconds the processes wait for each other. A single process needs none of this, and
+every function here is then free.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-from collections.abc import Mapping
-from typing import Any
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.lifeline import meet
 
 _VARIABLES = ("WEDLM_COORDINATOR", "WEDLM_NUM_PROCESSES", "WEDLM_PROCESS_ID")
 
 
-def initialize() -> None:
-    """Joins the other processes of the run, if there are any; to be called before anything touches a device.
+class Place(NamedTuple):
+    """Where this process stands among all."""
+
+    coordinator: str  # host:port
+    num_processes: int
+    process_id: int
+    local_device_ids: Any = None  # None: all devices of the machine
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Joins the other processes of the run, if there are any; enter it before anything touches a device.
+
+    If this process fails inside, it says why and ends at once, and with it all the others: none waits for it.
 
     Raises:
       UserError: the environment is not complete, or the others are not found.
     """
-    arguments = arguments_from(os.environ)
-    if arguments is None:
+    place = find_place(os.environ)
+    if place is None:
+        yield
         return
+    host, _, port = place.coordinator.rpartition(":")
+    lifeline = meet(host, int(port) - 1, place.process_id, place.num_processes, _start_timeout(os.environ))
+    jax.distributed.initialize(*place, cluster_detection_method="deactivate")
     try:
-        jax.distributed.initialize(**arguments)
-    except Exception as error:  # of jax, of grpc, of the cluster's metadata
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the processes of this run did not find each other ({reason})") from error
+        yield
+    except BaseException as error:
+        if isinstance(error, UserError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        # The others may be about to report the same; and a lost connection that broke a collective is known a little later.
+        time.sleep(1)
+        os._exit(2 if isinstance(error, UserError) else 1)
+    lifeline.finish()
 
 
-def arguments_from(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What `jax.distributed.initialize` is to be called with; None for a single process, {} where jax finds out itself.
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """The place of this process; None where it is the only one.
 
     Raises:
-      UserError: the three variables are not complete, or no numbers.
+      UserError: the three variables are not complete, or not of their form; the cluster does not answer.
     """
     given = [name for name in _VARIABLES if environment.get(name)]
     if given:
         if missing := [name for name in _VARIABLES if name not in given]:
             raise UserError(f"{', '.join(given)} is set, {', '.join(missing)} is not; set all three, for each process")
-        count, index = (_whole(environment, name) for name in _VARIABLES[1:])
+        coordinator, count, index = environment[_VARIABLES[0]], *(_whole(environment, n) for n in _VARIABLES[1:])
+        host, _, port = coordinator.rpartition(":")
+        if not host or not port.isdigit():
+            raise UserError(f"WEDLM_COORDINATOR={coordinator} is not HOST:PORT")
         if not index < count:
             raise UserError(f"WEDLM_PROCESS_ID={index} must be below WEDLM_NUM_PROCESSES={count}")
-        if count == 1:
-            return None
-        return {
-            "coordinator_address": environment["WEDLM_COORDINATOR"],
-            "num_processes": count,
-            "process_id": index,
-            "cluster_detection_method": "deactivate",
-        }
+        return Place(coordinator, count, index) if count > 1 else None
     slurm = "SLURM_STEP_NODELIST" in environment and environment.get("SLURM_NTASKS", "1") != "1"
-    hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "") or int(environment.get("MEGASCALE_NUM_SLICES", "1")) > 1
+    hosts = "," in environment.get("TPU_WORKER_HOSTNAMES", "") or environment.get("MEGASCALE_NUM_SLICES", "1") != "1"
     # Importing jax sets TPU_SKIP_MDS_QUERY on machines without TPU chips.
     tpu_vm = "TPU_SKIP_MDS_QUERY" not in environment and importlib.util.find_spec("libtpu") is not None
-    return {} if slurm or hosts or tpu_vm else None
+    if not (slurm or hosts or tpu_vm):
+        return None
+    from jax._src.clusters import ClusterEnv  # jax tells what it finds only to itself
+
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(
+            None, None, None, None, None, int(_start_timeout(environment))
+        )
+    except Exception as error:  # of the metadata server, of name look-up
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the cluster does not tell the place of this process ({reason}); {_BY_HAND}") from error
+    if None in found[:3]:
+        raise UserError(f"jax does not find the place of this process in the cluster; {_BY_HAND}")
+    return Place(*found) if found[1] > 1 else None
+
+
+_BY_HAND = f"set {', '.join(_VARIABLES)} for each process (WEDLM_NUM_PROCESSES=1 for a single one)"
 
 
 def is_main() -> bool:
@@ -100,3 +140,7 @@ def _whole(environment: Mapping[str, str], name: str) -> int:
     if not environment[name].isdigit():
         raise UserError(f"{name}={environment[name]} is no whole number")
     return int(environment[name])
+
+
+def _start_timeout(environment: Mapping[str, str]) -> float:
+    return _whole({"WEDLM_START_TIMEOUT": "300"} | dict(environment), "WEDLM_START_TIMEOUT")

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.checkpoint import Checkpoints, ModelFile, differences, saved_steps
 from wedlm_jax.data.pipeline import batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
+from wedlm_jax.distributed import together
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import FILE as EXPERIMENT_FILE
 from wedlm_jax.experiment import FREE_TO_CHANGE, Experiment, TrainConfig, list_experiments, load_experiment
@@ -66,7 +67,8 @@ def main() -> None:
         if flags.print_config:
             print(experiment.to_json(), end="")
         else:
-            train(experiment, flags.workdir or experiment.workdir)
+            with together():
+                train(experiment, flags.workdir or experiment.workdir)
 
 
 def train(experiment: Experiment, workdir: Path) -> None:

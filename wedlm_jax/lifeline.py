@@ -1,0 +1,176 @@
+"""One TCP connection from every process to process 0: they meet here first, and learn at once when one of them is gone.
+
+Left to itself jax answers a process that never comes, or that dies, with an abort and a C++ stack trace, in the second case
+after its heartbeat of 100 seconds. Here the operating system tells it: a killed process loses its connections at once, a
+lost machine within a minute (TCP keepalive).
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+
+from wedlm_jax.errors import UserError
+
+TRY_AGAIN = 75  # exit status where another process is gone (EX_TEMPFAIL of sysexits.h): start the run again
+_HELLO = struct.Struct("!10sII")  # magic, number of processes, index of this one
+_WORD = struct.Struct("!I")  # index of a process that is gone, or one of these two
+_MAGIC = b"wedlm_jax\n"
+_ALL_HERE, _FINISHED = 2**32 - 1, 2**32 - 2
+_POLL_SECONDS = 0.2
+
+
+class Lifeline:
+    """The connections of one process: process 0 has one to each other process, these have one to process 0."""
+
+    def __init__(self, connections: dict[int, socket.socket], index: int, count: int):
+        self._connections, self._index, self._count = connections, index, count
+        self._finished = False
+        for connection in connections.values():
+            connection.settimeout(None)
+            _keep_alive(connection)
+        threading.Thread(target=self._watch, daemon=True, name="lifeline").start()
+
+    def finish(self) -> None:
+        """Says that this process has done all its work: its end is no death."""
+        self._finished = True
+        self._send(_FINISHED)
+
+    def _send(self, word: int) -> None:
+        for connection in self._connections.values():
+            try:
+                connection.sendall(_WORD.pack(word))
+            except OSError:
+                continue  # gone as well
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for index, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, index)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    word = _receive(key.fileobj)  # type: ignore[arg-type]
+                    if word == _FINISHED:
+                        selector.unregister(key.fileobj)
+                    elif not self._finished:
+                        self._end(key.data if word is None else word)
+                    else:
+                        return
+
+    def _end(self, gone: int) -> None:
+        self._send(gone)
+        print(
+            f"error: process {gone} of {self._count} is gone (killed, out of memory, or an error of its own: see its output), "
+            f"so process {self._index} stops too; start all of them again, the run goes on from its last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(TRY_AGAIN)
+
+
+def meet(host: str, port: int, index: int, count: int, timeout: float) -> Lifeline:
+    """Waits until all processes of the run are here.
+
+    Args:
+      host, port: where process 0 listens for the others.
+      index, count: of this process; of all.
+      timeout: seconds.
+
+    Raises:
+      UserError: a process did not come in time, or does not belong to this run.
+    """
+    deadline = time.monotonic() + timeout
+    connections = (
+        _listen(port, count, deadline, timeout) if index == 0 else {0: _call(host, port, index, count, deadline)}
+    )
+    return Lifeline(connections, index, count)
+
+
+def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int, socket.socket]:
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=count)
+    except OSError as error:
+        raise UserError(f"process 0 cannot listen on port {port} ({error.strerror}); choose another port") from None
+    connections: dict[int, socket.socket] = {}
+    with server:
+        server.settimeout(_POLL_SECONDS)
+        while len(connections) < count - 1:
+            if time.monotonic() > deadline:
+                absent = ", ".join(str(index) for index in range(1, count) if index not in connections)
+                raise UserError(
+                    f"of {count} processes, {absent} did not come to port {port} within {timeout:.0f} s; "
+                    "look at their output, and start all of them with the same coordinator and number of processes"
+                )
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(10)
+            hello = _receive_bytes(connection, _HELLO.size)
+            if hello is None or not hello.startswith(_MAGIC):
+                connection.close()  # a stranger
+                continue
+            _, their_count, index = _HELLO.unpack(hello)
+            if their_count != count:
+                raise UserError(
+                    f"process {index} counts {their_count} processes and process 0 {count}; start all with the same number"
+                )
+            if index in connections or not 0 < index < count:
+                raise UserError(f"two processes have the index {index}; give each its own, from 0 to {count - 1}")
+            connections[index] = connection
+    for connection in connections.values():
+        connection.sendall(_WORD.pack(_ALL_HERE))
+    return connections
+
+
+def _call(host: str, port: int, index: int, count: int, deadline: float) -> socket.socket:
+    reason = "timed out"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            connection = socket.create_connection((host, port), timeout=min(left, 10))
+        except OSError as error:  # process 0 may start later than this one
+            reason = error.strerror or str(error)
+            time.sleep(_POLL_SECONDS)
+            continue
+        connection.sendall(_HELLO.pack(_MAGIC, count, index))
+        connection.settimeout(max(deadline - time.monotonic(), 1))
+        if _receive(connection) != _ALL_HERE:
+            raise UserError(f"process 0 at {host}:{port} ended before all {count} processes were there; see its output")
+        return connection
+    raise UserError(
+        f"process {index} cannot reach process 0 at {host}:{port} ({reason}); "
+        "see that process 0 runs and that nothing blocks the port"
+    )
+
+
+def _receive(connection: socket.socket) -> int | None:
+    word = _receive_bytes(connection, _WORD.size)
+    return None if word is None else _WORD.unpack(word)[0]
+
+
+def _receive_bytes(connection: socket.socket, size: int) -> bytes | None:
+    """`size` bytes, or None where the other side is gone."""
+    try:
+        data = b""
+        while len(data) < size:
+            part = connection.recv(size - len(data))
+            if not part:
+                return None
+            data += part
+        return data
+    except OSError:
+        return None
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
