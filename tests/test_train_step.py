@@ -94,7 +94,14 @@ LOSSES_SEEN: dict[str, float] = {}
 
 @pytest.mark.parametrize(
     "objective",
-    [{}, {"block_size": 2}, {"in_block": "bidirectional"}, {"normalization": "tokens"}, {"ar_loss_weight": 0}],
+    [
+        {},
+        {"block_size": 2},
+        {"in_block": "bidirectional"},
+        {"streams": "single"},
+        {"normalization": "tokens"},
+        {"ar_loss_weight": 0},
+    ],
 )
 def test_every_field_of_the_objective_reaches_the_loss(objective):
     settings = with_objective(**objective)

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from wedlm_jax.data.packing import PackedBatch
-from wedlm_jax.diffusion.corruption import corrupt
+from wedlm_jax.diffusion.corruption import corrupt, corrupt_documents
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, next_token_targets
 from wedlm_jax.diffusion.losses import LossWeights, Normalization, ar_loss_weights, loss_weights, wedlm_loss
 from wedlm_jax.errors import UserError
@@ -39,6 +39,7 @@ class ObjectiveConfig:
 
     block_size: int = 32  # J: tokens of a block, each with a mask ratio of its own
     in_block: Literal["causal", "bidirectional"] = "causal"  # how a prediction block sees itself (Figure 5c)
+    streams: Literal["dual", "single"] = "dual"  # "single": a document is one block with one mask ratio (Eq. 7)
     normalization: Normalization = "weights"  # of the MLM loss: by the sum of the 1 / gamma, or by the learned tokens
     ar_loss_weight: float = 1.0  # w in (mlm + w * ar) / (1 + w)
     ar_steps: int = 0  # the first of the steps that train the AR loss alone; all of them for a base model
@@ -79,10 +80,12 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
     """The masks of this step, drawn and reordered: what depends on (seed, step, document, block) alone."""
     block_size = settings.objective.block_size
     key = jax.random.fold_in(jax.random.key(settings.seed), step)
-    masked, mask_ratio = corrupt(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
+    single = settings.objective.streams == "single"
+    draw = corrupt_documents if single else corrupt
+    masked, mask_ratio = draw(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
     return build_dual_stream(
         batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
-        mask_token_id=settings.mask_token_id, block_size=block_size,
+        mask_token_id=settings.mask_token_id, block_size=block_size, whole_documents=single,
     )  # fmt: skip
 
 
@@ -92,7 +95,8 @@ def wedlm_forward(
     """The share of the loss, and of its two parts, that these rows have."""
     streams, weights = part
     objective, transformer = settings.objective, transformer_from(settings.model, params)
-    pattern = DualStream(streams.segment_ids, objective.block_size, objective.in_block)
+    block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
+    pattern = DualStream(streams.segment_ids, block_size, objective.in_block)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
     token_losses = transformer.token_losses(hidden, streams.targets)
     return wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.packed_rows import lay_out, make_document, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.diffusion import masked_candidates, round_half_even
-from wedlm_jax.diffusion.corruption import MIN_MASK_RATIO, corrupt, mask_lowest
+from wedlm_jax.diffusion.corruption import MIN_MASK_RATIO, corrupt, corrupt_documents, mask_lowest
 
 jitted_corrupt = quick_jit(corrupt, static_argnames="block_size")
 jitted_mask_lowest = quick_jit(mask_lowest)
@@ -34,6 +34,26 @@ def test_each_block_masks_round_half_even_of_gamma_times_its_candidates(rows, se
         exact = Fraction(float(ratio[block])) * int(candidates[block])
         if abs(exact - exact // 1 - Fraction(1, 2)) > Fraction(1, 10**5):  # float32 cannot tell a nearer one from a tie
             assert drawn[block] == round_half_even(exact)
+
+
+def test_a_document_of_the_single_stream_has_one_ratio_and_its_masks_follow_it():
+    """A packed pair of documents: one ratio each, the share of masks near it, prompts never masked; elsewhere the same draw."""
+    length, J = 4096, 16
+    document_ids = jnp.repeat(jnp.array([[7, 9]]), length, axis=1)
+    positions = jnp.tile(jnp.arange(length), 2)[None]
+    candidates = positions >= 64
+    masked, ratio = corrupt_documents(jax.random.key(3), candidates, document_ids, positions, block_size=J)
+    for document in range(2):
+        part = slice(document * length, (document + 1) * length)
+        gammas = np.unique(ratio[0, document * length // J : (document + 1) * length // J])
+        assert len(gammas) == 1
+        share = float(masked[0, part].sum() / candidates[0, part].sum())
+        assert abs(share - gammas[0]) < 5 * np.sqrt(0.25 / (length - 64))
+    assert ratio[0, 0] != ratio[0, -1] and not masked[~candidates].any()
+    alone, _ = corrupt_documents(
+        jax.random.key(3), candidates[:, length:], document_ids[:, length:], positions[:, length:], block_size=J
+    )
+    np.testing.assert_array_equal(alone, masked[:, length:])
 
 
 @given(st.data(), st.sampled_from([1, 4, 8]))

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from tests.reference.diffusion import memory_stream, prediction_stream
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, next_token_targets, visibility
 from wedlm_jax.model.patterns import Causal, DualStream
 
-build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_size"))
+build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_size", "whole_documents"))
 visible_by_equation = quick_jit(visibility, static_argnames=("block_size", "in_block"))
 
 
@@ -44,6 +46,35 @@ def test_both_streams_equal_the_list_reference(rows):
     padding = ~rows.real
     assert not np.asarray(batch.masked)[padding].any() and not np.asarray(batch.labelled)[padding[:, :length]].any()
     np.testing.assert_array_equal(batch.learned, rows.loss_mask)
+
+
+@given(packed_rows())
+def test_the_single_stream_is_each_document_as_one_block(rows):
+    """Eq. 7: what the list reference makes of a block that holds the whole document."""
+    batch = build(*rows.batch(), mask_token_id=MASK_TOKEN_ID, block_size=rows.block_size, whole_documents=True)
+    length = rows.tokens.shape[1]
+    for index, document in enumerate(rows.documents):
+        whole = dataclasses.replace(document, mask_ratios=document.mask_ratios[:1])
+        expected = prediction_stream(whole, block_size=len(document.tokens), mask_token_id=MASK_TOKEN_ID)
+        for name in ("tokens", "positions", "masked"):
+            ours = rows.of_document(np.asarray(getattr(batch, name))[:, length:], index)
+            np.testing.assert_array_equal(ours, [getattr(row, name.removesuffix("s")) for row in expected])
+        targets = rows.of_document(np.asarray(batch.targets)[:, length:], index)
+        is_mask = [row.masked for row in expected]
+        np.testing.assert_array_equal(targets[is_mask], [row.target for row in expected if row.masked])
+    np.testing.assert_array_equal(batch.tokens[:, :length], rows.tokens)
+
+
+@given(packed_rows())
+def test_a_document_of_the_single_stream_sees_no_memory_and_all_before_it(rows):
+    one_block = dataclasses.replace(rows, block_size=rows.tokens.shape[1])
+    pattern = DualStream(jnp.asarray(rows.segment_ids), one_block.block_size)
+    length, real = one_block.block_size, rows.segment_ids > 0
+    expected = one_block.visible()
+    for row in range(len(real)):
+        inside = expected[row, length:, length:][real[row]]
+        np.testing.assert_array_equal(np.asarray(pattern.block_visible())[row][real[row]], inside)
+    assert not np.asarray(pattern.prefix_visible()).any() and not expected[:, length:, :length].any()
 
 
 def test_no_label_crosses_documents_and_none_lies_on_a_prompt():

@@ -43,6 +43,35 @@ def corrupt(
     return masked.reshape(B, L), mask_ratio
 
 
+def corrupt_documents(
+    key: jax.Array, candidates: jax.Array, document_ids: jax.Array, positions: jax.Array, *, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one gamma ~ U[0, 1) for every document and masks each of its candidates with that probability (Eq. 3).
+
+    For the single stream (Eq. 7). As in `corrupt`, packing, accumulation and sharding do not change the draw.
+
+    Args:
+      key, candidates, document_ids, positions, block_size: as `corrupt`.
+
+    Returns:
+      masked bool [B, L], and the gamma of the document that each block belongs to, float32 [B, M].
+    """
+    B, L = candidates.shape
+    chex.assert_equal_shape([candidates, document_ids, positions])
+    chex.assert_type([document_ids, positions], int)
+    chex.assert_is_divisible(L, block_size)
+    first = slice(None, None, block_size)
+    document, block = document_ids[:, first], positions[:, first] // block_size
+
+    def draw(document: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ratio_key, score_key = jax.random.split(jax.random.fold_in(key, document))
+        ratio = jnp.maximum(jax.random.uniform(ratio_key), MIN_MASK_RATIO)
+        return ratio, jax.random.uniform(jax.random.fold_in(score_key, block), (block_size,))
+
+    mask_ratio, scores = jax.vmap(jax.vmap(draw))(document, block)
+    return candidates & (scores < mask_ratio[..., None]).reshape(B, L), mask_ratio
+
+
 def mask_lowest(scores: jax.Array, candidates: jax.Array, mask_ratio: jax.Array) -> jax.Array:
     """The round(mask_ratio * n) of a block's n candidates with the lowest scores, halves to even; may be none.
 

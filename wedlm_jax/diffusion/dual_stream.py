@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.diffusion.reordering import reorder_blocks
+from wedlm_jax.diffusion.reordering import reorder_blocks, reorder_documents
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +37,7 @@ def build_dual_stream(
     *,
     mask_token_id: int,
     block_size: int,
+    whole_documents: bool = False,
 ) -> DualStreamBatch:
     """Builds the two streams of packed rows.
 
@@ -47,11 +48,16 @@ def build_dual_stream(
       mask_ratio: float [B, M], gamma of each block.
       mask_token_id: what masked rows are fed as.
       block_size: J.
+      whole_documents: reorder each document as one block instead (Eq. 7): the single stream, beside the memory stream,
+        which then carries nothing but the AR loss. Attend with `DualStream(segment_ids, L)`.
     """
     chex.assert_equal_shape([tokens, loss_mask, positions, segment_ids, masked])
     chex.assert_is_divisible(tokens.shape[1], block_size)
     chex.assert_shape(mask_ratio, (tokens.shape[0], tokens.shape[1] // block_size))
-    order = reorder_blocks(masked, segment_ids == 0, block_size=block_size)
+    if whole_documents:
+        order = reorder_documents(masked, segment_ids)
+    else:
+        order = reorder_blocks(masked, segment_ids == 0, block_size=block_size)
 
     def reordered(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order, axis=1)

@@ -32,3 +32,16 @@ def reorder_blocks(masked: jax.Array, padding: jax.Array, *, block_size: int) ->
     chex.assert_is_divisible(masked.shape[1], block_size)
     block = jnp.arange(masked.shape[1]) // block_size
     return jnp.argsort(3 * block[None, :] + jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
+
+
+def reorder_documents(masked: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """`reorder` inside every document of a row, each with the padding behind it: int32 [B, L] indices into the row.
+
+    Args:
+      masked: bool [B, L].
+      segment_ids: int [B, L], ascending along a row; 0 = padding.
+    """
+    chex.assert_equal_shape([masked, segment_ids])
+    chex.assert_type([masked, segment_ids], [bool, int])
+    document = jax.lax.cummax(segment_ids, axis=1)
+    return jnp.argsort(3 * document + jnp.where(segment_ids == 0, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
