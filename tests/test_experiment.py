@@ -10,6 +10,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import (
     Experiment,
     ModelConfig,
+    ModelOverrides,
     TrainConfig,
     list_experiments,
     load_experiment,
@@ -110,8 +111,9 @@ def test_a_syntax_error_is_told_with_its_line(folder):
     [
         ("train.steps=12", lambda e: e.train.steps == 12),
         ("optimizer.learning_rate=1e-4", lambda e: e.optimizer.learning_rate == 1e-4),
-        ("model.remat=true", lambda e: e.model.remat is True),
+        ("model.remat=full", lambda e: e.model.remat == "full"),
         ("objective.in_block=bidirectional", lambda e: e.objective.in_block == "bidirectional"),
+        ("model.tie_word_embeddings=false", lambda e: e.model.tie_word_embeddings is False),
         ("evaluation.tasks=counting,copying", lambda e: e.evaluation.tasks == ("counting", "copying")),
         ("evaluation.entropy_thresholds=[0.1, inf]", lambda e: e.evaluation.entropy_thresholds == (0.1, float("inf"))),
         ("init_from=runs/a=b", lambda e: e.init_from == "runs/a=b"),
@@ -134,7 +136,7 @@ def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
         ("train.steps=1.5", "train.steps='1.5': input should be a valid integer"),
         ("train.steps=0", "train.steps=0 must be at least 1"),
         ("train.micro_batches=3", "train.batch_size=2 is not a multiple of train.micro_batches=3"),
-        ("model.remat=perhaps", "model.remat='perhaps': input should be a valid boolean"),
+        ("model.remat=perhaps", "model.remat='perhaps': input should be 'none', 'dots' or 'full'"),
         (
             "optimizer.schedule=cosinus",
             "optimizer.schedule='cosinus': input should be 'constant', 'cosine' or 'linear'",
@@ -148,9 +150,33 @@ def test_a_bad_override_is_one_line_that_names_the_field(assignment, message):
     assert message in message_of(override, EXPERIMENT, assignment)
 
 
-def test_a_model_that_comes_from_elsewhere_has_no_fields_to_set():
-    experiment = dataclasses.replace(EXPERIMENT, model=None, init_from="somewhere")
-    assert "model is None here (as in init_from)" in message_of(override, experiment, "model.remat=true")
+def test_the_order_of_overrides_does_not_matter():
+    """Each of the two is refused alone."""
+    overrides = ("train.micro_batches=4", "train.batch_size=8")
+    for order in (overrides, overrides[::-1]):
+        assert override(EXPERIMENT, *order).train.micro_batches == 4
+    with pytest.raises(UserError):
+        override(EXPERIMENT, overrides[0])
+
+
+FROM_ELSEWHERE = dataclasses.replace(EXPERIMENT, model=None, init_from="somewhere")
+
+
+def test_model_path_is_init_from():
+    assert override(FROM_ELSEWHERE, "model.path=DIR").init_from == "DIR"
+
+
+def test_a_model_that_comes_from_elsewhere_may_be_computed_otherwise(folder):
+    experiment = override(FROM_ELSEWHERE, "model.matmul_precision=highest", "model.dtype=bfloat16")
+    assert experiment.model == ModelOverrides(matmul_precision="highest", dtype="bfloat16")
+    assert Experiment.from_json(experiment.to_json()) == experiment
+    assert override(experiment, "model.dtype=none").model == ModelOverrides(matmul_precision="highest")
+
+
+def test_the_shape_of_a_model_that_comes_from_elsewhere_is_not_to_be_set():
+    message = message_of(override, FROM_ELSEWHERE, "model.hidden_size=64")
+    assert "model.hidden_size: the model is as in init_from=somewhere; model.dtype" in message
+    assert "init_from are both None" in message_of(override, EXPERIMENT, "model=none", "model.dtype=bfloat16")
 
 
 def test_json_and_back_is_the_identity(folder):
@@ -180,9 +206,28 @@ def test_a_folder_without_experiment_says_what_writes_it(tmp_path):
     assert "python -m wedlm_jax.train --exp NAME" in message_of(Experiment.load, tmp_path / "absent")
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
-def test_every_field_of_the_loop_has_a_least_value(field):
+NUMBERS = [field.name for field in dataclasses.fields(TrainConfig) if field.type == "int"]
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_every_number_of_the_loop_has_a_least_value(field):
     assert f"train.{field}=-1 must be at least" in message_of(lambda: TrainConfig(**{field: -1}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(best_metric="validation_ar_loss"), "train.eval_every=0 steps"),
+        (dict(best_metric="validation_ar_loss", eval_every=3, checkpoint_every=10), "must be a multiple"),
+        (dict(profile_steps=(0,)), "train.profile_steps=0 is not a step"),
+        (
+            dict(profile_steps=(5, 11), steps=10),
+            "train.profile_steps=11 is not a step; choose from 1 to train.steps=10",
+        ),
+    ],
+)
+def test_fields_of_the_loop_that_do_not_go_together_are_named(fields, message):
+    assert message in message_of(lambda: TrainConfig(**fields))
 
 
 def test_a_config_given_the_wrong_type_in_a_file_is_told(folder):

@@ -13,19 +13,18 @@ import importlib.util
 import json
 import sys
 import traceback
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
-from wedlm_jax.data.pipeline import DataConfig
+from wedlm_jax.config_tree import fields_of, from_json, is_none, read_value, sections_of, unknown_field, validated
+from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train_step import ObjectiveConfig
@@ -36,10 +35,12 @@ __all__ = [
     "Experiment",
     "MeshConfig",
     "ModelConfig",
+    "ModelOverrides",
     "ObjectiveConfig",
     "OptimizerConfig",
     "TokenizerConfig",
     "TrainConfig",
+    "WeightedSource",
     "list_experiments",
     "load_experiment",
 ]
@@ -53,7 +54,14 @@ FREE_TO_CHANGE = (
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
+    "train.best_metric",
     "train.max_skipped_in_row",
+    "train.eval_every",
+    "train.eval_batches",
+    "train.eval_samples",
+    "train.profile_steps",
+    "train.tensorboard",
+    "train.wandb",
 )
 
 
@@ -67,18 +75,51 @@ class TrainConfig:
     seed: int = 0  # of the parameters, the order of the data and the corruption
     log_every: int = 10  # steps
     checkpoint_every: int = 500  # steps; the last step is always saved
-    keep_checkpoints: int = 2  # the newest ones
+    keep_checkpoints: int = 2  # the newest ones; the last one saved while updates were finite stays in any case
+    best_metric: Literal["validation_ar_loss", "validation_mlm_loss"] | None = None  # its lowest checkpoint is kept too
     max_skipped_in_row: int = 10  # stop after so many steps with a loss or gradient that is not finite
+    eval_every: int = 0  # steps between two looks at held-out data; 0 = none
+    eval_batches: int = 4  # held-out batches, the same ones each time
+    eval_samples: int = 2  # held-out prompts that are completed and shown each time
+    profile_steps: tuple[int, ...] = ()  # steps whose profiler trace goes to WORKDIR/profile
+    tensorboard: bool = True  # event files in WORKDIR/tensorboard
+    wandb: str | None = None  # project of Weights & Biases that the metrics are sent to as well
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            least = 0 if field.name == "seed" else 1
-            if getattr(self, field.name) < least:
-                raise UserError(f"train.{field.name}={getattr(self, field.name)} must be at least {least}")
+        for name in ("seed", "eval_every", "eval_samples"):
+            if getattr(self, name) < 0:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 0")
+        positive = (
+            "steps", "batch_size", "micro_batches", "log_every", "checkpoint_every", "keep_checkpoints",
+            "max_skipped_in_row", "eval_batches",
+        )  # fmt: skip
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
         if self.batch_size % self.micro_batches:
             raise UserError(
                 f"train.batch_size={self.batch_size} is not a multiple of train.micro_batches={self.micro_batches}"
             )
+        if self.best_metric is not None and (not self.eval_every or self.checkpoint_every % self.eval_every):
+            raise UserError(
+                f"train.best_metric={self.best_metric} is measured every train.eval_every={self.eval_every} steps, so "
+                f"train.checkpoint_every={self.checkpoint_every} must be a multiple of it"
+            )
+        for step in self.profile_steps:
+            if not 1 <= step <= self.steps:
+                raise UserError(f"train.profile_steps={step} is not a step; choose from 1 to train.steps={self.steps}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOverrides:
+    """How the model of `init_from` is computed; None leaves a field as it is there. Its shape is not to be changed."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+
+    dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
+    param_dtype: DType | None = None  # None: float32
+    matmul_precision: Literal["default", "high", "highest"] | None = None
+    remat: Literal["none", "dots", "full"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +127,7 @@ class Experiment:
     """All that a run depends on."""
 
     name: str
-    model: ModelConfig | None = None  # None: as in init_from
+    model: ModelConfig | ModelOverrides | None = None  # None: as in init_from
     init_from: str | None = None  # a workdir, an HF directory or a hub id; None: fresh parameters
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
@@ -97,7 +138,7 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
-        if self.model is None and self.init_from is None:
+        if not isinstance(self.model, ModelConfig) and self.init_from is None:
             raise UserError("model and init_from are both None; give the shape of a model, or a model to start from")
         if self.data.row_length % self.objective.block_size:
             raise UserError(
@@ -124,17 +165,7 @@ class Experiment:
         Raises:
           UserError: `source` is no JSON, or a field is unknown, missing or of the wrong type.
         """
-        try:
-            tree = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{source}:{error.lineno}: no JSON ({error.msg})") from None
-        if not isinstance(tree, dict):
-            raise UserError(f"{source}: holds no experiment")
-        known = _fields(cls)
-        for name in _names(tree):
-            if name not in known:
-                raise UserError(f"{source}: {_unknown(name, known)}")
-        return _validated(cls, tree, source)
+        return from_json(cls, text, source)
 
     @classmethod
     def load(cls, workdir: str | Path) -> Experiment:
@@ -163,10 +194,8 @@ def load_experiment(spec: str, overrides: Sequence[str] = ()) -> Experiment:
     place, _, function = spec.partition(":")
     path = Path(place) if place.endswith(".py") else _find(place)
     experiment = _call(path, function or path.stem)
-    experiment = _validated(Experiment, dataclasses.asdict(experiment), str(path))
-    for assignment in overrides:
-        experiment = override(experiment, assignment)
-    return experiment
+    experiment = validated(Experiment, dataclasses.asdict(experiment), str(path))
+    return override(experiment, *overrides)
 
 
 def list_experiments() -> dict[str, str]:
@@ -183,95 +212,37 @@ def list_experiments() -> dict[str, str]:
     return found
 
 
-def override(experiment: Experiment, assignment: str) -> Experiment:
-    """One "section.field=value": the value is read as the field's type; `none` and comma-separated tuples are understood."""
-    name, equals, text = assignment.partition("=")
-    if not equals:
-        raise UserError(f"{assignment!r} is not an override; write section.field=value")
-    fields = _fields(Experiment)
-    if name not in fields:
-        raise UserError(_unknown(name, fields))
-    if (section := _section(fields[name])) and text.lower() != "none":
-        inside = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(section))
-        raise UserError(f"{name} is a section; set one of its fields: {inside}")
-    return _replaced(experiment, name.split("."), name, _parse(fields[name], text))
+def override(experiment: Experiment, *assignments: str) -> Experiment:
+    """Each "section.field=value", read as the field's type; checked as a whole, so that their order does not matter.
 
+    `model.path=DIR`, as most people look for it, is `init_from=DIR`.
 
-def _replaced(node: Any, path: list[str], name: str, value: Any) -> Any:
-    if len(path) > 1:
-        child = getattr(node, path[0])
-        if child is None:
-            raise UserError(f"{name}: {path[0]} is None here (as in init_from), so it has no field to set")
-        value = _replaced(child, path[1:], name, value)
-        return dataclasses.replace(node, **{path[0]: value})
-    annotation = typing.get_type_hints(type(node))[path[0]]
-    try:
-        value = pydantic.TypeAdapter(annotation).validate_python(value)
-    except pydantic.ValidationError as error:
-        raise UserError(f"{name}={value!r}: {_first_line(error)}") from None
-    return dataclasses.replace(node, **{path[0]: value})
-
-
-def _parse(annotation: Any, text: str) -> Any:
-    """What pydantic is to convert: None, a list for a tuple, else the text itself."""
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    if text.lower() in ("none", "null") and type(None) in options:
-        return None
-    if any(typing.get_origin(option) is tuple for option in options):
-        return [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
-    return text
-
-
-def _validated(cls: type[Experiment], tree: Mapping[str, Any], source: str) -> Experiment:
-    try:
-        return pydantic.TypeAdapter(cls).validate_python(tree)
-    except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
-        name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
-        raise UserError(f"{source}: {f'{name}: ' if name else ''}{_first_line(error)}") from None
-
-
-def _first_line(error: pydantic.ValidationError) -> str:
-    wrong = error.errors()[0]
-    own = wrong.get("ctx", {}).get("error")  # a UserError of a config's own check
-    return str(own) if isinstance(own, UserError) else wrong["msg"][0].lower() + wrong["msg"][1:]
-
-
-def _fields(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Every field of a tree of configs by dotted name, sections included, with its annotation."""
-    fields: dict[str, Any] = {}
-    for name, annotation in typing.get_type_hints(cls).items():
-        fields[prefix + name] = annotation
-        if section := _section(annotation):
-            fields |= _fields(section, f"{prefix}{name}.")
-    return fields
-
-
-def _section(annotation: Any) -> type | None:
-    options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-    return next((option for option in options if dataclasses.is_dataclass(option)), None)  # type: ignore[return-value]
-
-
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
-
-
-def _names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in tree.items():
-        yield prefix + name
-        if isinstance(value, dict):
-            yield from _names(value, f"{prefix}{name}.")
-
-
-def _unknown(name: str, known: Mapping[str, Any]) -> str:
-    last = name.rpartition(".")[2]
-    near = [field for field in known if field.rpartition(".")[2] == last] or difflib.get_close_matches(
-        name, known, 1, 0.5
-    )
-    hint = (
-        f"did you mean {near[0]}?" if near else f"the sections are {', '.join(n for n in known if _section(known[n]))}"
-    )
-    return f"unknown field {name}; {hint}"
+    Raises:
+      UserError: no such field, a value of the wrong type, or values that do not go together.
+    """
+    tree, overridable = dataclasses.asdict(experiment), dataclasses.asdict(ModelOverrides())
+    fields = fields_of(Experiment)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"{assignment!r} is not an override; write section.field=value")
+        name = "init_from" if name == "model.path" else name
+        if name not in fields:
+            raise UserError(unknown_field(name, fields))
+        if (sections := sections_of(fields[name])) and not is_none(text):
+            inside = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(sections[0]))
+            raise UserError(f"{name} is a section; set one of its fields: {inside}")
+        section, _, field = name.rpartition(".")
+        place, annotation = tree[section] if section else tree, fields[name]
+        if section == "model" and (place is None or place.keys() == overridable.keys()):
+            if name not in (named := fields_of(ModelOverrides, "model.")):
+                raise UserError(
+                    f"{name}: the model is as in init_from={tree['init_from']}; {', '.join(named)} can be set"
+                )
+            place = tree["model"] = place or dict(overridable)
+            annotation = named[name]
+        place[field] = read_value(annotation, name, text)
+    return validated(Experiment, tree, "")
 
 
 def _folders() -> list[Path]:

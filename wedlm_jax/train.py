@@ -16,7 +16,15 @@ from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.distributed import together
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import FILE as EXPERIMENT_FILE
-from wedlm_jax.experiment import FREE_TO_CHANGE, Experiment, TrainConfig, list_experiments, load_experiment
+from wedlm_jax.experiment import (
+    FREE_TO_CHANGE,
+    Experiment,
+    ModelConfig,
+    ModelOverrides,
+    TrainConfig,
+    list_experiments,
+    load_experiment,
+)
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.host_memory import keep_freed_memory
@@ -191,10 +199,11 @@ def load_initial(experiment: Experiment) -> Model:
     if not Path(path).exists() and Path(path).parent == Path("runs"):
         raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {Path(path).name} makes it")
     initial = load(path, dtype="float32", mask_token_id=experiment.objective.mask_token_id)
-    compute = ("dtype", "param_dtype", "matmul_precision", "remat")
-    if experiment.model is None:
-        initial.config = dataclasses.replace(initial.config, dtype=resolve_dtype(None))
+    if not isinstance(experiment.model, ModelConfig):
+        chosen = {name: value for name, value in vars(experiment.model or ModelOverrides()).items() if value is not None}
+        initial.config = dataclasses.replace(initial.config, **{"dtype": resolve_dtype(None), **chosen})
         return initial
+    compute = [field.name for field in dataclasses.fields(ModelOverrides)]
     shape, wanted = dataclasses.asdict(initial.config), dataclasses.asdict(experiment.model)
     if changed := differences(shape, wanted, compute):
         raise UserError(f"init_from={path} is another model than model ({'; '.join(changed)}); set model to None")
@@ -205,7 +214,7 @@ def load_initial(experiment: Experiment) -> Model:
 def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path) -> None:
     """Writes what a run starts with: tokenizer, model.json, experiment.json."""
     model = initial.config if initial is not None else experiment.model
-    assert model is not None  # Experiment sees to it
+    assert isinstance(model, ModelConfig)  # Experiment sees to it
     if experiment.data.row_length > model.max_position_embeddings:
         raise UserError(
             f"data.row_length={experiment.data.row_length} is past the model's context, "

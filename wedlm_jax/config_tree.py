@@ -1,0 +1,121 @@
+"""A tree of frozen dataclasses as named fields: read from text and JSON by type, and every mistake told by its field."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import pydantic
+
+from wedlm_jax.errors import UserError
+
+Config = TypeVar("Config")
+
+
+def from_json(cls: type[Config], text: str, source: str) -> Config:
+    """Reads what `json.dumps(dataclasses.asdict(...))` wrote.
+
+    Args:
+      cls: the dataclass at the root.
+      text: the JSON.
+      source: where it came from, for the messages.
+
+    Raises:
+      UserError: `source` is no JSON, or a field is unknown, missing or of the wrong type.
+    """
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{source}:{error.lineno}: no JSON ({error.msg})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{source}: holds no {cls.__name__.lower()}")
+    known = fields_of(cls)
+    for name in _names(tree):
+        if name not in known:
+            raise UserError(f"{source}: {unknown_field(name, known)}")
+    return validated(cls, tree, source)
+
+
+def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config:
+    """The config of a tree of dicts, every value checked against the type of its field; `source` opens the messages."""
+    try:
+        return pydantic.TypeAdapter(cls).validate_python(tree)
+    except pydantic.ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
+        raise UserError(": ".join(part for part in (source, name, _first_line(error)) if part)) from None
+
+
+def read_value(annotation: Any, name: str, text: str) -> Any:
+    """The value that `text` stands for in a field of this type: `none` and comma-separated tuples are understood.
+
+    Raises:
+      UserError: the text is not of this type; `name` is what the message calls the field.
+    """
+    try:
+        return pydantic.TypeAdapter(annotation).validate_python(_parse(annotation, text))
+    except pydantic.ValidationError as error:
+        raise UserError(f"{name}={text!r}: {_first_line(error)}") from None
+
+
+def fields_of(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Every field of a tree of configs by dotted name, sections included, with its annotation."""
+    fields: dict[str, Any] = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        fields[prefix + name] = annotation
+        for section in reversed(sections_of(annotation)):
+            fields |= fields_of(section, f"{prefix}{name}.")
+    return fields
+
+
+def sections_of(annotation: Any) -> list[type]:
+    """The dataclasses that a field may hold; none for a plain value."""
+    return [option for option in _options(annotation) if isinstance(option, type) and dataclasses.is_dataclass(option)]
+
+
+def unknown_field(name: str, known: Mapping[str, Any]) -> str:
+    """What is said of a field that does not exist: the nearest one that does."""
+    last = name.rpartition(".")[2]
+    near = [field for field in known if field.rpartition(".")[2] == last] or difflib.get_close_matches(
+        name, known, 1, 0.5
+    )
+    if near:
+        return f"unknown field {name}; did you mean {near[0]}?"
+    return f"unknown field {name}; the sections are {', '.join(n for n in known if sections_of(known[n]))}"
+
+
+def is_none(text: str) -> bool:
+    return text.lower() in ("none", "null")
+
+
+def _parse(annotation: Any, text: str) -> Any:
+    """What pydantic is to convert: None, a list for a tuple, else the text itself."""
+    options = _options(annotation)
+    if is_none(text) and type(None) in options:
+        return None
+    if any(typing.get_origin(option) is tuple for option in options):
+        return [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
+    return text
+
+
+def _first_line(error: pydantic.ValidationError) -> str:
+    wrong = error.errors()[0]
+    own = wrong.get("ctx", {}).get("error")  # a UserError of a config's own check
+    return str(own) if isinstance(own, UserError) else wrong["msg"][0].lower() + wrong["msg"][1:]
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
+def _names(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{name}.")
