@@ -23,7 +23,7 @@ FLOORS = (
     {"model", "diffusion", "data"},
     {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
     {"pretrained"},
-    {"evals"},
+    {"evals", "study"},
     {"experiment"},
     {"__init__", "generate"},  # the public surface
     {"train", "evaluate", "convert"},

@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.study import Measure, Stage, Study, run_study
+
+BASE = Stage("base")
+MEASURES = (Measure("accuracy", "accuracy", task="sums", decoder="AR"), Measure("loss", "loss"))
+STUDY = Study(
+    name="blocks",
+    arms={"J = 8": (BASE, Stage("adapted")), "J = 4": (BASE, Stage("adapted", ("objective.block_size=4",)))},
+    measures=MEASURES,
+    seeds=(3, 5),
+)
+QUIET = Console(quiet=True)
+
+
+class Commands:
+    """Stands for the child processes: notes every command, and evaluates to numbers that tell the runs apart."""
+
+    def __init__(self):
+        self.lines: list[str] = []
+
+    def __call__(self, arguments: list[str]) -> None:
+        self.lines.append(" ".join(arguments))
+        if arguments[0] == "wedlm_jax.evaluate":
+            folder = Path(arguments[arguments.index("--workdir") + 1])
+            accuracy = 0.5 if "block_size=4" in folder.name else 1.0
+            rows = [
+                {"task": "sums", "label": "AR", "accuracy": accuracy},
+                {"task": "sums", "label": "x", "accuracy": 9},
+            ]
+            (folder / "evaluation").mkdir(parents=True)
+            (folder / "evaluation" / "results.json").write_text(
+                json.dumps({"rows": rows, "loss": float(folder.parent.name)})
+            )
+
+
+def test_every_arm_is_trained_with_every_seed_from_its_own_stage_before(tmp_path):
+    commands = Commands()
+    run_study(STUDY, tmp_path, commands, QUIET)
+    w = f"{tmp_path}/3"
+    assert commands.lines[:5] == [
+        f"wedlm_jax.train --exp base --workdir {w}/base train.seed=3",
+        f"wedlm_jax.train --exp adapted --workdir {w}/base__adapted train.seed=3 init_from={w}/base",
+        f"wedlm_jax.evaluate --exp adapted --workdir {w}/base__adapted",
+        f"wedlm_jax.train --exp adapted --workdir {w}/base__adapted+objective.block_size=4 objective.block_size=4 "
+        f"train.seed=3 init_from={w}/base",
+        f"wedlm_jax.evaluate --exp adapted --workdir {w}/base__adapted+objective.block_size=4",
+    ]
+    assert len(commands.lines) == 10 and "/5/" in commands.lines[5]
+
+
+def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):
+    summary = run_study(STUDY, tmp_path, Commands(), QUIET)
+    assert summary["arms"] == {
+        "J = 8": {"accuracy": [1.0, 1.0], "loss": [3.0, 5.0]},
+        "J = 4": {"accuracy": [0.5, 0.5], "loss": [3.0, 5.0]},
+    }
+    assert json.loads((tmp_path / "results.json").read_text()) == summary
+    assert (tmp_path / "results.png").stat().st_size > 10_000
+
+
+def test_a_stopped_study_evaluates_only_what_is_missing(tmp_path):
+    class Interrupted(Commands):
+        def __call__(self, arguments):
+            if len(self.lines) == 6:
+                raise KeyboardInterrupt
+            super().__call__(arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_study(STUDY, tmp_path, Interrupted(), QUIET)
+    again = Commands()
+    run_study(STUDY, tmp_path, again, QUIET)
+    assert sum(line.startswith("wedlm_jax.evaluate") for line in again.lines) == 2, "two of four evaluations were there"
+
+
+def test_an_evaluation_without_the_measured_number_is_named(tmp_path):
+    def evaluates_to_nothing(arguments):
+        if arguments[0] == "wedlm_jax.evaluate":
+            folder = Path(arguments[-1]) / "evaluation"
+            folder.mkdir(parents=True)
+            (folder / "results.json").write_text('{"rows": []}')
+
+    with pytest.raises(UserError, match=r"3/base__adapted/evaluation/results.json: holds no accuracy; remove it"):
+        run_study(STUDY, tmp_path, evaluates_to_nothing, QUIET)
+
+
+def test_a_command_that_fails_ends_the_study_with_its_line(tmp_path):
+    study = Study("x", {"a": (Stage("no_such_experiment"),)}, MEASURES, seeds=(0,))
+    with pytest.raises(UserError, match=r"python -m wedlm_jax.train --exp no_such_experiment .* ended with 2; mend"):
+        run_study(study, tmp_path, console=QUIET)
+
+
+@pytest.mark.parametrize("missing", [{"arms": {}}, {"arms": {"a": ()}}, {"measures": ()}, {"seeds": ()}])
+def test_a_study_of_nothing_is_refused(missing):
+    given = {"arms": {"a": (BASE,)}, "measures": MEASURES, "seeds": (0,)} | missing
+    with pytest.raises(UserError, match="study s: needs arms"):
+        Study("s", **given)

@@ -1,0 +1,175 @@
+"""Study: experiments side by side, each with several training seeds, as one command (an ablation, a scaling curve).
+
+A study is a function `NAME() -> Study` in `experiments/NAME.py`; `python -m wedlm_jax.train --exp NAME` runs it. Every run
+is a command that one could type, printed before it runs; what is finished is kept, so a stopped study goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from wedlm_jax.errors import UserError
+
+RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One training run. It starts from the stage before it, if there is one."""
+
+    experiment: str  # as --exp names it
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def slug(self) -> str:
+        """A folder name that tells stages apart."""
+        return "+".join((self.experiment.replace(":", "."), *self.overrides)).replace("/", "_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """One number of an evaluation's results.json, and one panel of the plot."""
+
+    label: str
+    field: str  # of the row of `task` and `decoder`, or of the results themselves where there is no task
+    task: str | None = None
+    decoder: str | None = None  # the row's label
+
+    def read(self, results: Mapping[str, Any], source: Path) -> float:
+        """The number.
+
+        Raises:
+          UserError: `results`, from the file `source`, does not hold it.
+        """
+        found = [results] if self.task is None else [
+            row for row in results["rows"] if (row["task"], row["label"]) == (self.task, self.decoder)
+        ]  # fmt: skip
+        if not found or found[0].get(self.field) is None:
+            raise UserError(f"{source}: holds no {self.label}; remove it, and the study evaluates again")
+        return float(found[0][self.field])
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is compared: every arm is trained with every seed, its last stage is evaluated."""
+
+    name: str
+    arms: Mapping[str, tuple[Stage, ...]]  # by label, in the order of the plot
+    measures: tuple[Measure, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        if not self.arms or not self.measures or not self.seeds or not all(self.arms.values()):
+            raise UserError(f"study {self.name}: needs arms of at least one stage, measures and seeds")
+
+    @property
+    def workdir(self) -> Path:
+        return Path("runs") / self.name
+
+
+def run_study(
+    study: Study,
+    workdir: Path,
+    run: Callable[[list[str]], None] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains and evaluates what is missing; prints a table; writes results.json and results.png.
+
+    Args:
+      study: what to compare.
+      workdir: runs lie in workdir/SEED/STAGES; arms whose first stages are the same share them.
+      run: runs one command, given as its arguments after `python -m`; a child process if not given.
+      console: where the table goes.
+
+    Returns:
+      {"name", "seeds", "arms": {arm: {measure: [a value for each seed]}}}.
+    """
+    console = console or Console()
+    run = run or _child_process
+    values: dict[str, dict[str, list[float]]] = {arm: {m.label: [] for m in study.measures} for arm in study.arms}
+    trained: set[Path] = set()
+    for seed in study.seeds:
+        for arm, stages in study.arms.items():
+            console.rule(f"{study.name}: {arm}, seed {seed}")
+            chain: list[str] = []
+            before: Path | None = None
+            for stage in stages:
+                chain.append(stage.slug)
+                folder = workdir / str(seed) / "__".join(chain)
+                if folder not in trained:
+                    run([*_training(stage, folder, before, seed)])
+                    trained.add(folder)
+                before = folder
+            source = folder / RESULTS
+            if not source.is_file():
+                run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder)])
+            results = json.loads(source.read_text())
+            for measure in study.measures:
+                values[arm][measure.label].append(measure.read(results, source))
+    summary = {"name": study.name, "seeds": list(study.seeds), "arms": values}
+    (workdir / "results.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    _plot(study, values, workdir / "results.png")
+    console.print(_table(study, values))
+    console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
+    return summary
+
+
+def _training(stage: Stage, folder: Path, before: Path | None, seed: int) -> Iterator[str]:
+    yield from ("wedlm_jax.train", "--exp", stage.experiment, "--workdir", str(folder))
+    yield from stage.overrides
+    yield f"train.seed={seed}"
+    if before is not None:
+        yield f"init_from={before}"
+
+
+def _child_process(arguments: list[str]) -> None:
+    print("$ python -m", *arguments, flush=True)
+    if code := subprocess.run([sys.executable, "-m", *arguments], check=False).returncode:
+        raise UserError(f"python -m {' '.join(arguments)} ended with {code}; mend what it says and run the study again")
+
+
+def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Table:
+    table = Table(title=f"{study.name}: mean of {len(study.seeds)} training seeds, and their range")
+    table.add_column("arm")
+    for measure in study.measures:
+        table.add_column(measure.label, justify="right")
+    for arm, by_measure in values.items():
+        cells = [by_measure[measure.label] for measure in study.measures]
+        table.add_row(arm, *(f"{statistics.fmean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in cells))
+    return table
+
+
+def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
+    """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar."""
+    arms = list(values)
+    figure, panels = plt.subplots(
+        1, len(study.measures), figsize=(2 + 3.0 * len(study.measures), 1.2 + 0.42 * len(arms)), sharey=True, dpi=110,
+        squeeze=False,
+    )  # fmt: skip
+    for axes, measure in zip(panels[0], study.measures, strict=True):
+        for place, arm in enumerate(arms):
+            seeds = values[arm][measure.label]
+            axes.plot(seeds, [place] * len(seeds), "o", color="#4e79a7", alpha=0.7)
+            axes.plot([statistics.fmean(seeds)], [place], "|", color="#d1603d", markersize=18, markeredgewidth=2.5)
+        axes.set_xlabel(measure.label)
+        axes.grid(axis="x", color="#e4e4e4")
+    panels[0, 0].set_yticks(range(len(arms)), arms)
+    panels[0, 0].set_ylim(len(arms) - 0.5, -0.5)
+    figure.suptitle(f"{study.name}: a dot for each of {len(study.seeds)} training seeds, the bar is their mean")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
