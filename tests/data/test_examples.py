@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wedlm_jax.data.examples import from_completion, from_messages, from_tokens, label_completion
+from wedlm_jax.data.examples import from_completion, from_tokens, label_completion
 from wedlm_jax.data.packing import pack
 from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
 from wedlm_jax.data.tokenizer import TokenizerConfig
@@ -64,25 +64,6 @@ def test_a_completion_is_learned_with_its_end_tokens_and_the_prompt_is_what_a_de
     learned = example.tokens[example.loss_mask].tolist()
     assert TOKENIZER.decode(learned[:-num_end_tokens]) == " Ben" and learned[-num_end_tokens:] == [END] * num_end_tokens
     assert example.loss_mask.tolist() == sorted(example.loss_mask.tolist()) and example.document_id == 5
-
-
-def test_the_last_reply_of_a_conversation_is_learned_and_the_text_after_its_end_dropped():
-    messages = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
-    example = from_messages(messages, TOKENIZER, num_end_tokens=1)
-    assert TOKENIZER.decode(example.tokens[example.loss_mask]) == "four<|im_end|>"
-    prompt = TOKENIZER.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    assert TOKENIZER.decode(example.tokens[~example.loss_mask]) == prompt
-
-
-def test_a_conversation_without_a_reply_is_an_error():
-    for messages in ([], [{"role": "user", "content": "one"}]):
-        with pytest.raises(UserError, match="document 3: the last message must be the assistant's"):
-            from_messages(messages, TOKENIZER, num_end_tokens=1, document_id=3)
 
 
 def test_all_of_a_plain_text_is_learned():

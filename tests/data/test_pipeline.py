@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from wedlm_jax.data.pipeline import DataConfig, batches, examples, make_tokenizer
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.pipeline import DataConfig, batches, make_tokenizer
 from wedlm_jax.data.quickstart_tasks import split_of
 from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError
@@ -17,6 +18,18 @@ TOKENIZER = make_tokenizer(TokenizerConfig(), DataConfig())
 
 def stream(seed=0, split="train", config=CONFIG, batch_size=4):
     return batches(config, TOKENIZER, block_size=8, batch_size=batch_size, seed=seed, split=split)
+
+
+def examples(config, tokenizer, seed, split):
+    """The stream's documents of one piece each, by index."""
+    documents = Documents(config, tokenizer, seed, split)
+
+    class Pieces:
+        def __getitem__(self, index):
+            (example,) = documents[index].examples
+            return example
+
+    return Pieces()
 
 
 def equal(one, two):
@@ -115,9 +128,9 @@ def test_code_is_cut_into_documents_without_loss(tmp_path):
         ({"row_length": 0}, "data.row_length=0 must be at least 1"),
         ({"num_problems": 0}, "data.num_problems=0 must be at least 1"),
         ({"num_end_tokens": 0}, "data.num_end_tokens=0 must be at least 1"),
-        ({"path": "code"}, "data.path is set, but data.source=quickstart_tasks"),
+        ({"path": "code"}, "data.path is set, but data.source=quickstart_tasks does not read it"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_named(change, message):
     with pytest.raises(UserError, match=message):
-        dataclasses.replace(CONFIG, **change)
+        stream(config=dataclasses.replace(CONFIG, **change))

@@ -1,4 +1,4 @@
-"""From a problem, a conversation or a plain text to one training example: tokens, and which of them are learned."""
+"""From a completion or a plain text to one training example: tokens, and which of them are learned."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError
 
@@ -53,7 +54,7 @@ def from_completion(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, num_end_tokens: int, document_id: int = 0
 ) -> Example:
     """A plain prompt and its completion. The two are encoded apart, so a decoder given the prompt sees the very same tokens."""
-    end = _end_token_id(tokenizer)
+    end = end_token_id(tokenizer)
     prompt_ids = encode_text(tokenizer, prompt)
     tokens = [*prompt_ids, *encode_text(tokenizer, completion), end]
     return label_completion(
@@ -61,57 +62,22 @@ def from_completion(
     )
 
 
-def from_messages(
-    messages: Sequence[dict[str, str]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    num_end_tokens: int,
-    document_id: int = 0,
-) -> Example:
-    """A conversation through the tokenizer's chat template; its last message is learned, all before it is prompt.
-
-    Template text after the last end token (a line end in ChatML) is dropped: nobody generates it.
-
-    Raises:
-        UserError: no message, a last message that is not the assistant's, a tokenizer without template, or a template
-            whose generation prompt is not a prefix of the conversation.
-    """
-    if not messages or messages[-1].get("role") != "assistant":
-        raise UserError(f"document {document_id}: the last message must be the assistant's; add its reply")
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
-        )
-    end = _end_token_id(tokenizer)
-    prompt = str(tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True))
-    whole = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-    if not whole.startswith(prompt):
-        raise UserError(
-            f"document {document_id}: the chat template's generation prompt is no prefix of the conversation, so the "
-            "learned part is unknown; use a template without text that depends on later messages"
-        )
-    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    reply_ids = tokenizer(whole[len(prompt) :], add_special_tokens=False)["input_ids"]
-    if end not in reply_ids:
-        raise UserError(
-            f"document {document_id}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}"
-        )
-    last = len(reply_ids) - reply_ids[::-1].index(end)
-    return label_completion(
-        [*prompt_ids, *reply_ids[:last]],
-        len(prompt_ids),
-        num_end_tokens=num_end_tokens,
-        end_token_id=end,
-        document_id=document_id,
-    )
-
-
-def from_tokens(tokens: Sequence[int], document_id: int = 0) -> Example:
+def from_tokens(tokens: Sequence[int] | np.ndarray, document_id: int = 0) -> Example:
     """Plain text that is already tokens, such as a piece of a long file: every token is learned."""
     return Example(np.array(tokens, np.int32), np.ones(len(tokens), bool), document_id)
 
 
-def _end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def check_mask(example: Example, *, some_prompt: bool) -> Example:
+    """Raises `BadRecord`: nothing is learned, or, where `some_prompt`, all is and so nothing is asked."""
+    if not example.loss_mask.any():
+        raise BadRecord("its loss mask is all zero: nothing of it is learned")
+    if some_prompt and example.loss_mask.all():
+        raise BadRecord("its loss mask is all one: no token of it is prompt")
+    return example
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that ends a turn, a completion or a text."""
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos token; name the token that ends a turn in its tokenizer_config.json")
+        raise UserError("the tokenizer has no eos token; name the token that ends a turn as data.end_token")
     return tokenizer.eos_token_id

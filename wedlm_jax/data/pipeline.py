@@ -1,78 +1,170 @@
-"""The stream of packed batches: source -> shuffle -> example -> pack, endless, deterministic, restartable at any batch."""
+"""The stream of packed batches: documents -> groups -> rows, endless, deterministic, restartable at any batch."""
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
 
-import grain
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.data.examples import Example, from_completion, from_tokens
+from wedlm_jax.data.config import DataConfig
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.examples import Example
 from wedlm_jax.data.packing import PackedBatch, pack
-from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems, Split
-from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text, load_tokenizer, train_tokenizer
+from wedlm_jax.data.reading import Reader
+from wedlm_jax.data.split import Split
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
-_TOKENIZER_PROBLEMS = 4_000  # enough for every word and number of the quickstart tasks
+__all__ = ["DataConfig", "PackedBatches", "State", "batches", "make_tokenizer"]
+
+State = dict[str, list[int]]  # one int for every group
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Where examples come from and how they fill rows."""
+class Place:
+    """Where the next batch of a group starts in the stream of documents."""
 
-    source: Literal["quickstart_tasks", "stdlib_code"] = "quickstart_tasks"
-    path: str | None = None  # stdlib_code: a folder of .py files; None is the standard library of this Python
-    row_length: int = 256  # L: tokens of a packed row; stdlib_code cuts files into documents of this length
-    num_problems: int = 100_000  # quickstart_tasks: problems drawn before they come again in another order
-    num_end_tokens: int = 8  # end-of-turn targets of a completion, the turn's own included
-
-    def __post_init__(self) -> None:
-        for field in ("row_length", "num_problems", "num_end_tokens"):
-            if getattr(self, field) < 1:
-                raise UserError(f"data.{field}={getattr(self, field)} must be at least 1")
-        if self.path is not None and self.source == "quickstart_tasks":
-            raise UserError("data.path is set, but data.source=quickstart_tasks makes its problems itself; remove one")
-
-
-def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that `config.path` names, else trains one on the training split. The seed of a run has no part."""
-    if config.path is not None:
-        return load_tokenizer(config.path)
-    if data.source == "stdlib_code":
-        return train_tokenizer((file.text for file in code_files("train", data.path)), config.vocab_size)
-    problems = QuickstartProblems("train", seed=0, length=_TOKENIZER_PROBLEMS)
-    return train_tokenizer((problem.prompt + problem.solution for problem in problems), config.vocab_size)
+    next_example: int  # index of the document
+    next_piece: int = 0  # the first of its pieces that is not in a batch yet
+    skipped_records: int = 0  # bad records of this group before it
 
 
 class PackedBatches(Iterator[PackedBatch]):
-    """An endless iterator whose state is the index of the next example in the shuffled, repeated stream."""
+    """An endless iterator over this process's rows of the batches; the next one is packed while the last one is used.
+
+    Document i of the stream belongs to group i modulo the number of groups, and every group fills rows of its own. So
+    a batch is the same however many processes share the groups.
+
+    Raises:
+        UserError: on `next`, a bad record, or a split without documents.
+    """
 
     def __init__(
-        self, examples: grain.MapDataset, *, batch_size: int, row_length: int, block_size: int, pad_token_id: int
+        self,
+        documents: Documents,
+        *,
+        groups: Sequence[int],
+        num_groups: int,
+        rows_per_group: int,
+        row_length: int,
+        block_size: int,
+        pad_token_id: int,
+        num_workers: int = 0,
     ):
-        self._examples = examples
+        self._reader = Reader(documents, num_workers)
+        self._barren = 3 * documents.epoch + 100  # so many documents without an example, and there will be none
+        self._groups, self._num_groups = groups, num_groups
         self._pack = {
-            "num_rows": batch_size, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id,
+            "num_rows": rows_per_group, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id,
         }  # fmt: skip
-        self._next_example = 0
+        self._places = [Place(group) for group in groups]  # after the batches that were handed out
+        self._pending: list[_Pending] | None = None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "wedlm_jax.data")
+        self._ahead: concurrent.futures.Future[tuple[PackedBatch, list[Place]]] | None = None
 
     def __next__(self) -> PackedBatch:
-        upcoming = (self._examples[index] for index in itertools.count(self._next_example))
-        batch, count = pack(upcoming, **self._pack)
-        self._next_example += count
+        ahead = self._ahead or self._thread.submit(self._make)
+        self._ahead = None
+        try:
+            batch, self._places = ahead.result()
+        except BaseException:
+            self._pending = None  # begin again at the places; a bad record is told again
+            raise
+        self._ahead = self._thread.submit(self._make)
         return batch
 
-    def get_state(self) -> dict[str, int]:
-        """JSON-able; taken after batch n, it makes `set_state` go on with batch n + 1."""
-        return {"next_example": self._next_example}
+    @property
+    def skipped_records(self) -> int:
+        """Bad records that were left out of the batches handed out so far, of this process's groups; 0 under "error"."""
+        return sum(place.skipped_records for place in self._places)
 
-    def set_state(self, state: dict[str, int]) -> None:
-        self._next_example = int(state["next_example"])
+    def get_state(self) -> State:
+        """JSON-able, a list with an int for every group of this process: joined over the processes, `set_state` takes it.
+
+        Taken after batch n, it makes `set_state` go on with batch n + 1, whatever was read ahead.
+        """
+        return {
+            field.name: [getattr(place, field.name) for place in self._places] for field in dataclasses.fields(Place)
+        }
+
+    def set_state(self, state: State) -> None:
+        """Goes on at a state of all groups, in the order of the processes.
+
+        Raises:
+            UserError: the state is of another number of groups, or none at all.
+        """
+        names = [field.name for field in dataclasses.fields(Place)]
+        if not all(isinstance(state.get(name), list) for name in names):
+            raise UserError("the saved place in the data is of an earlier version and cannot be read; start a new run")
+        if any(len(state[name]) != self._num_groups for name in names):
+            raise UserError(
+                f"the saved place in the data is of {len(state[names[0]])} groups, and data.num_groups={self._num_groups}"
+            )
+        if self._ahead is not None:
+            concurrent.futures.wait([self._ahead])
+        self._ahead = self._pending = None
+        self._places = [Place(*(int(state[name][group]) for name in names)) for group in self._groups]
+
+    def _make(self) -> tuple[PackedBatch, list[Place]]:
+        if self._pending is None:
+            self._pending = [
+                _Pending(_examples(self._reader, place, self._num_groups, self._barren)) for place in self._places
+            ]
+        parts = []
+        for pending in self._pending:
+            batch, count = pack(pending, **self._pack)
+            pending.take(count)
+            parts.append(batch)
+        places = [pending.place for pending in self._pending]
+        if len(parts) == 1:
+            return parts[0], places
+        fields = (field.name for field in dataclasses.fields(PackedBatch))
+        return PackedBatch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}), places
+
+
+class _Pending:
+    """The examples of a group that are read and in no batch yet; iteration reads on behind them."""
+
+    def __init__(self, examples: Iterator[tuple[Place, Example]]):
+        self._examples = examples
+        self._read: collections.deque[tuple[Place, Example]] = collections.deque()
+
+    def __iter__(self) -> Iterator[Example]:
+        yield from [example for _, example in self._read]
+        for entry in self._examples:
+            self._read.append(entry)
+            yield entry[1]
+
+    def take(self, count: int) -> None:
+        for _ in range(count):
+            self._read.popleft()
+
+    @property
+    def place(self) -> Place:
+        """Of the first that is left: a batch is closed by an example that does not fit it."""
+        return self._read[0][0]
+
+
+def _examples(reader: Reader, start: Place, step: int, barren: int) -> Iterator[tuple[Place, Example]]:
+    """Every piece of the documents from `start` on, each with its own place."""
+    skipped, without, reason = start.skipped_records, 0, None
+    index, first = start.next_example, start.next_piece
+    for document in reader.read(index, step):
+        if document.skipped is not None:
+            skipped, reason = skipped + 1, document.skipped
+        for piece, example in enumerate(document.examples[first:], first):
+            yield Place(index, piece, skipped), example
+        without, reason = (0, None) if document.examples else (without + 1, reason)
+        if without > barren:
+            raise UserError(
+                f"every record of the data is bad, the last: {reason}" if reason else
+                "the data holds no document of this split; a larger data.held_out_share holds out more"
+            )  # fmt: skip
+        index, first = index + step, 0
 
 
 def batches(
@@ -82,50 +174,38 @@ def batches(
     batch_size: int,
     seed: int,
     split: Split = "train",
+    process_index: int = 0,
+    process_count: int = 1,
 ) -> PackedBatches:
-    """The endless stream of packed batches [batch_size, config.row_length].
+    """The endless stream of packed batches: this process's [batch_size / process_count, config.row_length] of each.
 
-    Every epoch has an order of its own, and every example an id of its own (its index in the endless stream), so the same
+    Every epoch has an order of its own, and every document an id of its own (its index in the endless stream), so the same
     text is corrupted anew in each epoch.
 
     Args:
         config: the data section of an experiment.
-        tokenizer: its end token closes completions and files.
+        tokenizer: its end token closes turns, completions and texts, unless the config names another.
         block_size: documents start on multiples of it.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch, over all processes.
         seed: of the drawn problems and of the order.
         split: "train" or "held_out".
+        process_index: which of the processes this is.
+        process_count: how many share a batch.
+
+    Raises:
+        UserError: a source is missing or not of its format, or rows, groups and processes cannot be shared out.
     """
+    if config.num_groups % process_count:
+        raise UserError(
+            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes; make it one"
+        )
+    if batch_size % config.num_groups:
+        raise UserError(f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups")
+    own = config.num_groups // process_count
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedBatches(
-        examples(config, tokenizer, seed, split),
-        batch_size=batch_size, row_length=config.row_length, block_size=block_size, pad_token_id=pad or 0,
+        Documents(config, tokenizer, seed, split),
+        groups=range(process_index * own, (process_index + 1) * own), num_groups=config.num_groups,
+        rows_per_group=batch_size // config.num_groups, row_length=config.row_length, block_size=block_size,
+        pad_token_id=pad or 0, num_workers=config.num_workers,
     )  # fmt: skip
-
-
-def examples(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split) -> grain.MapDataset:
-    """The endless stream of `Example`, by random access: `examples(...)[i].document_id == i`."""
-
-    def to_example(index: int, record: Any) -> Example:
-        if isinstance(record, Problem):
-            return from_completion(
-                record.prompt, record.solution, tokenizer, num_end_tokens=config.num_end_tokens, document_id=index
-            )
-        return from_tokens(record, index)
-
-    source = _source(config, tokenizer, seed, split)
-    return grain.MapDataset.source(source).seed(seed).shuffle().repeat().map_with_index(to_example)
-
-
-def _source(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split
-) -> Sequence[Problem] | Sequence[np.ndarray]:
-    if config.source == "quickstart_tasks":
-        return QuickstartProblems(split, seed, config.num_problems)
-    documents: list[np.ndarray] = []
-    for file in code_files(split, config.path):
-        tokens = np.array([*encode_text(tokenizer, file.text), tokenizer.eos_token_id], np.int32)
-        documents.extend(
-            tokens[start : start + config.row_length] for start in range(0, len(tokens), config.row_length)
-        )
-    return documents

@@ -8,16 +8,13 @@ objects and the numbers together); a sum such as 7 + 5 may well occur in trainin
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 
+from wedlm_jax.data.split import Split, split_by_hash
 from wedlm_jax.errors import UserError
-
-Split = Literal["train", "held_out"]
 
 HELD_OUT_SHARE = 0.1
 NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Max", "Emma", "Leo", "Nora")
@@ -171,8 +168,7 @@ MIXTURE = (0.45, 0.2, 0.35)  # share of the training problems, in the order of T
 
 def split_of(prompt: str) -> Split:
     """`held_out` for a tenth of all prompts, by a hash of the text: the same on every machine and for every seed."""
-    digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
-    return "held_out" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64 else "train"
+    return split_by_hash(prompt.encode(), HELD_OUT_SHARE)
 
 
 def draw(task: str, split: Split, seed: int, index: int) -> Problem:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sysconfig
 from pathlib import Path
 
-from wedlm_jax.data.quickstart_tasks import Split
+from wedlm_jax.data.split import Split, split_by_hash
 from wedlm_jax.errors import UserError
 
 HELD_OUT_SHARE = 0.05
@@ -25,8 +24,7 @@ class CodeFile:
 
 def split_of(path: str) -> Split:
     """By a hash of the relative path: the same file is held out on every machine and by every Python version."""
-    digest = hashlib.blake2b(path.encode(), digest_size=8).digest()
-    return "held_out" if int.from_bytes(digest, "big") < HELD_OUT_SHARE * 2**64 else "train"
+    return split_by_hash(path.encode(), HELD_OUT_SHARE)
 
 
 def code_files(split: Split, folder: str | Path | None = None) -> list[CodeFile]:

@@ -1,0 +1,125 @@
+"""A conversation through the tokenizer's chat template, with exactly the assistant's turns learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.examples import Example, end_token_id
+from wedlm_jax.data.records import BadRecord
+from wedlm_jax.errors import UserError
+
+Message = dict[str, Any]  # role, content, and what the template reads besides (tool_calls, reasoning_content, ...)
+
+
+def from_messages(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_end_tokens: int,
+    loss_on_turns: Literal["all", "last"] = "all",
+    tools: Sequence[Any] | None = None,
+    document_id: int = 0,
+) -> Example:
+    """The whole conversation as the template writes it once; learned is what the assistant writes after each of its prompts.
+
+    A learned turn starts where the template's generation prompt for it ends and goes up to its end token, that included.
+    The pieces are encoded apart at these places, so a decoder given the prompt sees the very same tokens. After the last
+    turn come `num_end_tokens - 1` more end tokens; template text after its end (a line end in ChatML) is dropped, for nobody
+    generates it.
+
+    Args:
+        messages: `role` and `content` (text) each; the last is the assistant's.
+        loss_on_turns: "all" turns of the assistant, or the "last" alone.
+        tools: descriptions of functions, for templates that show them.
+
+    Raises:
+        BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; or the
+            template changes an earlier turn when later ones follow (as templates do that take out its thinking), so that
+            what is learned is not what was said.
+        UserError: a tokenizer without template or end token.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
+        )
+    end = end_token_id(tokenizer)
+    _check(messages, tokenizer)
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss_on_turns == "last":
+        turns = turns[-1:]
+    whole = _render(tokenizer, messages, tools, generation_prompt=False)
+    tokens: list[int] = []
+    learned: list[bool] = []
+    done = 0  # characters of `whole` that are tokens already
+    for number in turns:
+        prompt = _render(tokenizer, messages[:number], tools, generation_prompt=True)
+        if not whole.startswith(prompt) or len(prompt) < done:
+            raise BadRecord(
+                f"message {number}: the chat template's prompt for this turn is no prefix of the whole conversation, so the "
+                "learned part is unknown (a template that takes thinking out of earlier turns does this); "
+                "data.loss_on_turns=last may do, or a template without it"
+            )
+        stop = whole.find(str(tokenizer.eos_token), len(prompt))
+        if stop < 0:
+            raise BadRecord(
+                f"message {number}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}; "
+                "name the token that ends a turn as data.end_token"
+            )
+        reply = whole[len(prompt) : stop]
+        if not _holds(reply, messages[number]):
+            raise BadRecord(
+                f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would be "
+                "learned without; take it out of the record, or data.loss_on_turns=last"
+            )
+        for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            tokens += ids
+            learned += [is_learned] * len(ids)
+        tokens.append(end)
+        learned.append(True)
+        done = stop + len(str(tokenizer.eos_token))
+    extra = max(num_end_tokens - 1, 0)
+    return Example(
+        np.array([*tokens, *[end] * extra], np.int32), np.array([*learned, *[True] * extra], bool), document_id
+    )
+
+
+def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+    if not messages or messages[-1]["role"] != "assistant":
+        raise BadRecord("the last message must be the assistant's; add its reply")
+    control = [token for token in tokenizer.all_special_tokens if token]
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
+            raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
+        found = next((token for text in _texts(message) for token in control if token in text), None)
+        if found is not None:
+            raise BadRecord(f"message {number}: the text holds the control token {found!r}; take it out")
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, *, generation_prompt: bool
+) -> str:
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
+        )
+    except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        raise BadRecord(f"the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None
+
+
+def _holds(reply: str, message: Message) -> bool:
+    """Whether all that the message says is in the reply; templates may add to it and move white space."""
+    squeezed = "".join(reply.split())
+    return all("".join(text.split()) in squeezed for text in _texts(message))
+
+
+def _texts(message: Message) -> list[str]:
+    return [text for text in (message["content"], message.get("reasoning_content")) if isinstance(text, str)]

@@ -1,0 +1,151 @@
+"""From the keys or columns of a record to a text, a completion or a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.records import BadRecord, Chat, Completion, Record, Text
+from wedlm_jax.errors import UserError
+
+Kind = Literal["text", "messages", "completion"]
+_USUAL: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("messages", ("conversations",)),  # ShareGPT
+    ("text", ("text",)),
+    ("completion", ("prompt", "completion")),
+)
+_KINDS: Mapping[str, tuple[Kind, ...]] = {
+    "chat": ("messages", "completion"),
+    "text": ("text",),
+    "table": ("messages", "text", "completion"),
+}
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TOOLS = "tools"
+
+
+def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tuple[str, ...]]:
+    """The columns that make a document, of those there are: one of text or of messages, or a prompt and its completion.
+
+    Raises:
+        BadRecord: one that the config names is missing; or it names none, and not one kind is found by its usual names.
+    """
+    names = list(names)
+    found: list[tuple[Kind, tuple[str, ...]]] = []
+    if config.text_column is not None:
+        found = [("text", (config.text_column,))]
+    elif config.messages_column is not None:
+        found = [("messages", (config.messages_column,))]
+    elif config.prompt_column is not None and config.completion_column is not None:
+        found = [("completion", (config.prompt_column, config.completion_column))]
+    if found:
+        if missing := [name for name in found[0][1] if name not in names]:
+            raise BadRecord(f"no column {missing[0]!r} (there are: {_listed(names)})")
+        return found[0]
+    usual = [one for one in _USUAL if one[0] in _KINDS.get(config.source, _KINDS["table"])]
+    found = [(kind, columns) for kind, columns in usual if set(columns) <= set(names)]
+    if len(found) == 1:
+        return found[0]
+    fields = " or ".join(sorted({f"data.{kind.replace('completion', 'prompt')}_column" for kind, _ in usual}))
+    known = ", ".join(columns[0] for _, columns in usual)
+    what = f"{found[0][1][0]} and {found[1][1][0]} are both there" if found else f"none of {known} is there"
+    raise BadRecord(f"{what} (there are: {_listed(names)}); name the one to learn as {fields}")
+
+
+def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
+    """Raises `BadRecord`: a column is missing, or its value is not what it should be."""
+    kind, columns = choose_columns(config, fields)
+    values = [_plain(fields[column]) for column in columns]
+    if kind == "messages":
+        return Chat(_messages(values[0], columns[0]), _tools(_plain(fields.get(_TOOLS))))
+    texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
+    if kind == "text":
+        return Text(texts[0])
+    if config.plain_prompt:
+        return Completion(*texts)
+    return Chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}])
+
+
+def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> list[str]:
+    """The columns to read of a table: the same ones in every row, so a wrong name is no matter of records.
+
+    Raises:
+        UserError: as `choose_columns`.
+    """
+    try:
+        _, chosen = choose_columns(config, names)
+    except BadRecord as error:
+        raise UserError(f"{place}: {error}") from None
+    return [*chosen, *([_TOOLS] if _TOOLS in names and _TOOLS not in chosen else [])]
+
+
+def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+    if isinstance(value, Mapping):  # a sequence of records, as tfds gives it: one list for each key
+        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
+    if not isinstance(value, list):
+        raise BadRecord(f"{column} is {type(value).__name__}, not a list of messages")
+    return [_message(message, number) for number, message in enumerate(value)]
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadRecord(f"message {number} is {type(message).__name__}, not an object with role and content")
+    message = {key: value for key, value in message.items() if value is not None}  # a table fills what is missing
+    sharegpt = "from" in message and "role" not in message
+    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
+    role, content = message.pop(role_key, None), message.pop(content_key, None)
+    if sharegpt:
+        role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    if role is None:
+        raise BadRecord(f"message {number} has no role (keys: {_listed(message)})")
+    if role not in _ROLES:
+        known = [*_ROLES, *(_SHAREGPT_ROLES if sharegpt else ())]
+        raise BadRecord(f"message {number}: the role {role!r} is unknown; the roles are {', '.join(known)}")
+    if content is None and role == "assistant" and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        kind = "missing" if content is None else f"{type(content).__name__}, not text"
+        raise BadRecord(f"message {number}: {content_key} is {kind}")
+    return {"role": role, "content": content, **message}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRecord(f"{_TOOLS} is text that is no JSON") from None
+    if value is not None and not isinstance(value, list):
+        raise BadRecord(f"{_TOOLS} is {type(value).__name__}, not a list")
+    return value or None
+
+
+def _text(value: Any, column: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecord(f"{column} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Lists and str for what tables give: numpy arrays and bytes."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"not UTF-8 (byte {error.start})") from None
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return value
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(str, names)) or "none"

@@ -1,0 +1,140 @@
+"""The data section of an experiment: which sources, in which shares, and how their documents become rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from wedlm_jax.errors import UserError
+
+SourceName = Literal[
+    "quickstart_tasks", "stdlib_code", "chat", "text", "tokens", "tfds", "parquet", "hf_dataset", "mixture"
+]
+
+_TABLES = ("tfds", "parquet", "hf_dataset")
+# The sources that read a field; set with any other source, it is an error and not silently without effect.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "path": ("stdlib_code", "chat", "text", "tokens", *_TABLES),
+    "subset": ("hf_dataset",),
+    "dataset_split": ("tfds", "hf_dataset"),
+    "text_column": ("text", *_TABLES),
+    "messages_column": ("chat", *_TABLES),
+    "prompt_column": ("chat", *_TABLES),
+    "completion_column": ("chat", *_TABLES),
+    "plain_prompt": ("chat", *_TABLES),
+    "document_end_id": ("tokens",),
+    "mixture": ("mixture",),
+}
+_NEED_PATH = ("chat", "text", "tokens", *_TABLES)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One source of documents. Columns are keys of a JSONL record or columns of a table."""
+
+    source: SourceName = "quickstart_tasks"
+    # stdlib_code: a folder of .py files, None the standard library of this Python; tfds: NAME[/CONFIG][:VERSION], or the
+    # directory of a prepared dataset; hf_dataset: a hub id or a local folder; all others: a file, a folder, or a pattern
+    # with * in it
+    path: str | None = None
+    subset: str | None = None  # hf_dataset: the configuration of the dataset
+    dataset_split: str | None = None  # tfds, hf_dataset: the dataset's own split; None is "train"
+    text_column: str | None = None  # plain text; None finds `text`
+    messages_column: str | None = None  # a conversation; None finds `messages` or `conversations` (ShareGPT)
+    prompt_column: str | None = None  # with completion_column: a question and its answer; None finds `prompt`
+    completion_column: str | None = None  # None finds `completion`
+    plain_prompt: bool = False  # prompt and completion as they are, and not as two turns of the chat template
+    document_end_id: int | None = None  # tokens: documents are cut after this token; None: a piece is one document
+
+    def check(self, name: str = "data") -> None:
+        """What several fields say together; at use, so that the order of overrides does not matter.
+
+        Raises:
+            UserError: a field is set that the source does not read, or one is missing.
+        """
+        for field in dataclasses.fields(self):
+            readers = _READ_BY.get(field.name)
+            if readers and self.source not in readers and getattr(self, field.name) != field.default:
+                raise UserError(
+                    f"{name}.{field.name} is set, but {name}.source={self.source} does not read it; "
+                    f"remove it or set {name}.source to {' or '.join(readers)}"
+                )
+        if self.source in _NEED_PATH and not self.path:
+            raise UserError(f"{name}.source={self.source} needs {name}.path")
+        if (self.prompt_column is None) != (self.completion_column is None):
+            raise UserError(f"{name}.prompt_column and {name}.completion_column belong together; set both")
+        kinds = [c for c in ("text_column", "messages_column", "prompt_column") if getattr(self, c) is not None]
+        if len(kinds) > 1:
+            raise UserError(f"{name}.{kinds[0]} and {name}.{kinds[1]} are both set; a document is one of them")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedSource(SourceConfig):
+    """A part of a mixture."""
+
+    weight: float = 1.0  # its share of the documents, relative to the other parts
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise UserError(f"data.mixture: weight={self.weight} of {self.source} must be above 0; leave the part out")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """Where documents come from and how they fill rows.
+
+    One source is `source` and its fields, here; several are `source="mixture"` and `mixture`.
+    """
+
+    mixture: tuple[WeightedSource, ...] = ()
+    held_out_share: float | None = (
+        None  # of the documents, by hash; None is 0.02; the two built-in sources have their own
+    )
+    row_length: int = 256  # L: tokens of a packed row; text and tokens are cut into pieces of this length
+    num_problems: int = 100_000  # quickstart_tasks: problems drawn before they come again in another order
+    num_end_tokens: int = 8  # end-of-turn targets after the last turn of a conversation or completion, its own included
+    end_token: str | None = None  # ends a turn, a completion, a text; None is the tokenizer's eos token
+    loss_on_turns: Literal["all", "last"] = "all"  # which of the assistant's turns are learned
+    on_bad_record: Literal["error", "skip"] = "error"  # skip counts what it skips (`skipped_records` in the metrics)
+    num_groups: int = 1  # parts of a batch that are packed apart; the number of processes must divide it
+    num_workers: int = 0  # processes that read and tokenize; 0: a thread of this one. The batches are the same
+
+    def __post_init__(self) -> None:
+        for field in ("row_length", "num_problems", "num_end_tokens", "num_groups", "num_workers"):
+            least = 0 if field == "num_workers" else 1
+            if getattr(self, field) < least:
+                raise UserError(f"data.{field}={getattr(self, field)} must be at least {least}")
+        if self.held_out_share is not None and not 0 <= self.held_out_share < 1:
+            raise UserError(f"data.held_out_share={self.held_out_share} must be at least 0 and below 1")
+
+    @property
+    def parts(self) -> tuple[SourceConfig, ...]:
+        """The sources, checked: those of the mixture, else the one that this config names."""
+        self.check()
+        if self.source != "mixture":
+            parts: tuple[SourceConfig, ...] = (self,)
+        else:
+            if not self.mixture:
+                raise UserError("data.source=mixture, but data.mixture is empty; name its sources")
+            for number, part in enumerate(self.mixture):
+                if part.source == "mixture":
+                    raise UserError(f"data.mixture[{number}] is a mixture itself; list its sources here")
+                part.check(f"data.mixture[{number}]")
+            parts = self.mixture
+        if self.held_out_share is not None and (own := [p.source for p in parts if p.source in _SPLIT_THEMSELVES]):
+            raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
+        return parts
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of each of `parts`."""
+        return tuple(part.weight for part in self.mixture) if self.source == "mixture" else (1.0,)
+
+    @property
+    def share_held_out(self) -> float:
+        return _HELD_OUT_SHARE if self.held_out_share is None else self.held_out_share
+
+
+_HELD_OUT_SHARE = 0.02
+_SPLIT_THEMSELVES = ("quickstart_tasks", "stdlib_code")

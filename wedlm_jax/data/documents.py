@@ -1,0 +1,143 @@
+"""The endless stream of documents by random access: order and mixture (grain), split, and examples with their loss masks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import grain
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.chat import from_messages
+from wedlm_jax.data.config import DataConfig
+from wedlm_jax.data.examples import Example, check_mask, end_token_id, from_completion, from_tokens
+from wedlm_jax.data.records import BadRecord, Chat, Completion, Record, Text
+from wedlm_jax.data.sources import open_source
+from wedlm_jax.data.split import Split, content_of, split_by_hash
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.errors import UserError
+
+_PIECES_APART = 1_000_003  # between the ids of two pieces of one document, so that a batch does not hold one id twice
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One element of the stream. No examples: it belongs to the other split, or it was a bad record."""
+
+    examples: tuple[Example, ...] = ()  # the consecutive pieces of a long text, else one
+    skipped: str | None = None  # the place and the reason
+
+
+class Documents:
+    """`documents[i]` for every i >= 0. It can be pickled for a worker process.
+
+    Every part of a mixture has its own shuffle, and every epoch of it an order of its own.
+
+    Raises:
+        UserError: a source cannot be opened; on access, a bad record under `on_bad_record="error"`.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
+        self._config, self._split, self._seed = config, split, seed
+        self._tokenizer = _with_end_token(tokenizer, config.end_token)
+        self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
+        self.epoch = sum(len(source) for source in self._sources)  # documents, of both splits where a source has both
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_order"}
+
+    @functools.cached_property
+    def _order(self) -> grain.MapDataset:
+        """Element i: which source, and the index in it."""
+        parts = [
+            grain.MapDataset.range(len(source))
+            .seed(self._seed if number == 0 else _seed_of_part(self._seed, number))
+            .shuffle()
+            .repeat()
+            .map(functools.partial(_pair, number))
+            for number, source in enumerate(self._sources)
+        ]
+        return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, self._config.weights)
+
+    def __getitem__(self, index: int) -> Document:
+        number, place = self._order[index]
+        source = self._sources[number]
+        raw = source.fetch(place)
+        if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self._split:
+            return Document()
+        try:
+            return Document(self._examples(source.parse(place, raw), index))
+        except BadRecord as error:
+            message = f"{source.where(place)}: {error}"
+            if self._config.on_bad_record == "skip":
+                return Document(skipped=message)
+            raise BadRecord(f"{message} (data.on_bad_record=skip leaves such records out and counts them)") from None
+
+    def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
+        config, tokenizer = self._config, self._tokenizer
+        if isinstance(record, Chat):
+            example = from_messages(
+                record.messages, tokenizer, tools=record.tools, document_id=_id(index),
+                num_end_tokens=config.num_end_tokens, loss_on_turns=config.loss_on_turns,
+            )  # fmt: skip
+            return (self._whole(check_mask(example, some_prompt=True)),)
+        if isinstance(record, Completion):
+            example = from_completion(
+                record.prompt, record.completion, tokenizer,
+                num_end_tokens=config.num_end_tokens, document_id=_id(index),
+            )  # fmt: skip
+            return (self._whole(check_mask(example, some_prompt=True)),)
+        if isinstance(record, Text):
+            if not record.text:
+                raise BadRecord("the text is empty")
+            documents = [np.array([*encode_text(tokenizer, record.text), end_token_id(tokenizer)], np.int32)]
+        else:
+            _check_tokens(record.tokens, len(tokenizer))
+            ends = () if record.document_end_id is None else np.flatnonzero(record.tokens == record.document_end_id) + 1
+            documents = [part.astype(np.int32) for part in np.split(record.tokens, ends) if len(part)]
+        pieces = [
+            d[start : start + config.row_length] for d in documents for start in range(0, len(d), config.row_length)
+        ]
+        return tuple(from_tokens(piece, _id(index + number * _PIECES_APART)) for number, piece in enumerate(pieces))
+
+    def _whole(self, example: Example) -> Example:
+        if len(example.tokens) > self._config.row_length:
+            raise BadRecord(
+                f"{len(example.tokens)} tokens, and a row holds data.row_length={self._config.row_length}; raise it, "
+                "or shorten or remove the record (a conversation is not cut)"
+            )
+        return example
+
+
+def _pair(number: int, place: int) -> tuple[int, int]:
+    return number, place
+
+
+def _seed_of_part(seed: int, number: int) -> int:
+    return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
+
+
+def _id(number: int) -> int:
+    return number % 2**31
+
+
+def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
+    if len(wrong):
+        raise BadRecord(
+            f"token {tokens[wrong[0]]} at place {wrong[0]} is not one of the tokenizer's {vocabulary} (0 to {vocabulary - 1}); "
+            "the array was made with another tokenizer, name that one as tokenizer.path"
+        )
+
+
+def _with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) -> PreTrainedTokenizerBase:
+    if end_token is None:
+        return tokenizer
+    if end_token not in tokenizer.get_vocab():
+        raise UserError(f"data.end_token={end_token!r} is no token of the tokenizer; name one that it has")
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = end_token
+    return tokenizer

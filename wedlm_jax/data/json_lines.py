@@ -1,0 +1,121 @@
+"""JSONL by random access: an index of line offsets, made in one pass at the first use; plain, gzip or zstd."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pyarrow
+
+from wedlm_jax.data.columns import read_record
+from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import reason
+from wedlm_jax.data.records import BadRecord, Raw, Record
+from wedlm_jax.errors import UserError
+
+ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in ("", ".gz", ".zst"))
+_CHUNK = 1 << 24  # bytes of a file that are looked through at once
+
+
+class JsonLines:
+    """The non-empty lines of one file.
+
+    Of a plain file only the offsets are held, 8 bytes a line. A compressed file has no random access, so each process
+    that reads it holds it decompressed.
+    """
+
+    splits_itself = False
+
+    def __init__(self, path: Path, config: SourceConfig):
+        self._path, self._config = path, config
+        self._offsets: np.ndarray | None = None  # int64 [lines + 1]
+        self._lines: np.ndarray | None = None  # int64: the lines that are not empty
+        self._file: BinaryIO | None = None
+        self._decompressed: bytes | None = None
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_file": None, "_decompressed": None}
+
+    def __len__(self) -> int:
+        return len(self._index()[1])
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._index()[1][index] + 1}"
+
+    def fetch(self, index: int) -> bytes:
+        offsets, lines = self._index()
+        start, end = (int(offset) for offset in offsets[lines[index] : lines[index] + 2])
+        if (data := self._data()) is not None:
+            return data[start:end].strip()
+        if self._file is None:
+            self._file = self._path.open("rb")
+        return os.pread(self._file.fileno(), end - start, start).strip()
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        try:
+            fields = json.loads(raw)
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
+        except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
+            what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else reason(error)
+            hint = "; a JSON array is not JSONL, which has one object a line" if raw[:1] == b"[" else ""
+            raise BadRecord(f"broken JSON ({what}){hint}") from None
+        if not isinstance(fields, dict):
+            raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}")
+        return read_record(fields, self._config)
+
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._offsets is None or self._lines is None:
+            try:
+                self._offsets, self._lines = _line_offsets(self._chunks())
+            except OSError as error:
+                raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
+            if not len(self._lines):
+                raise UserError(f"{self._path}: the file is empty; a record is one line of JSON")
+        return self._offsets, self._lines
+
+    def _chunks(self) -> Iterator[bytes]:
+        if (data := self._data()) is not None:
+            yield data
+            return
+        with self._path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                yield chunk
+
+    def _data(self) -> bytes | None:
+        """All of a compressed file; None for a plain one."""
+        if self._decompressed is None and self._path.suffix in (".gz", ".zst"):
+            try:
+                if self._path.suffix == ".gz":
+                    self._decompressed = gzip.decompress(self._path.read_bytes())
+                else:
+                    with pyarrow.CompressedInputStream(pyarrow.OSFile(str(self._path)), "zstd") as file:
+                        self._decompressed = file.read()
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(
+                    f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
+                ) from None
+        return self._decompressed
+
+
+def _line_offsets(chunks: Iterator[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Where each line starts, with the end of the file last, and the numbers (from 0) of the lines that are not empty."""
+    ends, empty, size, before = [np.zeros(1, np.int64)], [np.zeros(0, bool)], 0, b"\n\n"
+    for chunk in chunks:
+        window = np.frombuffer(before + chunk, np.uint8)
+        found = np.flatnonzero(window[2:] == ord("\n"))
+        one, two = window[found + 1], window[found]  # the bytes before the line end
+        empty.append((one == ord("\n")) | ((one == ord("\r")) & (two == ord("\n"))))
+        ends.append(found + size + 1)
+        size += len(chunk)
+        before = (before + chunk)[-2:]
+    if before[-1:] != b"\n":  # the last line has no line end
+        ends.append(np.array([size]))
+        empty.append(np.zeros(1, bool))
+    return np.concatenate(ends).astype(np.int64), np.flatnonzero(~np.concatenate(empty))

@@ -1,0 +1,95 @@
+"""Documents read ahead, in worker processes or in this one; in the same order either way."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
+
+from wedlm_jax.data.documents import Document, Documents
+from wedlm_jax.errors import UserError
+
+_CHUNK = 16  # documents of one task of a worker
+_CHUNKS_AHEAD = 3  # per worker
+
+_Chunk = tuple[list[Document], UserError | None]
+
+
+class Reader:
+    """Documents by index; any number of iterators share its workers."""
+
+    def __init__(self, documents: Documents, num_workers: int):
+        self._documents, self._num_workers = documents, num_workers
+        self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def read(self, start: int, step: int) -> Iterator[Document]:
+        """`documents[start]`, `documents[start + step]`, ... without end.
+
+        Raises:
+            UserError: a bad record, or a worker process that died.
+        """
+        if not self._num_workers:
+            for index in itertools.count(start, step):
+                yield self._documents[index]
+        waiting: collections.deque[concurrent.futures.Future[_Chunk]] = collections.deque()
+        starts = itertools.count(start, step * _CHUNK)
+        try:
+            while True:
+                while len(waiting) < _CHUNKS_AHEAD * self._num_workers:
+                    waiting.append(self._workers().submit(_read_chunk, next(starts), step))
+                documents, error = waiting.popleft().result()
+                yield from documents
+                if error is not None:
+                    raise error
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process of the data died (out of memory?); data.num_workers=0 reads in the training process"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _workers(self) -> concurrent.futures.ProcessPoolExecutor:
+        if self._pool is None:
+            # Never by fork: this process has the threads of jax.
+            self._pool = concurrent.futures.ProcessPoolExecutor(
+                self._num_workers,
+                mp_context=multiprocessing.get_context("spawn"),
+                initializer=_start_worker,
+                initargs=(self._documents,),
+            )
+        return self._pool
+
+
+_worker_documents: Documents | None = None
+
+
+def _start_worker(documents: Documents) -> None:
+    global _worker_documents
+    _worker_documents = documents
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+
+
+def _die_with_parent() -> None:
+    """A worker waits for tasks forever; where its parent was killed, none will come."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _read_chunk(start: int, step: int) -> _Chunk:
+    """The documents up to the first that is an error: those before it arrive, as they do without workers."""
+    assert _worker_documents is not None
+    documents: list[Document] = []
+    try:
+        for index in range(start, start + step * _CHUNK, step):
+            documents.append(_worker_documents[index])
+    except UserError as error:
+        return documents, error
+    return documents, None

@@ -1,0 +1,61 @@
+"""What a source gives: a text, a prompt and its completion, a conversation, or tokens; and what a bad record raises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+
+from wedlm_jax.errors import UserError
+
+
+class BadRecord(UserError):
+    """One record that cannot be learned. The stream adds the place; `data.on_bad_record` says whether it is skipped."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    prompt: str
+    completion: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    messages: list[dict[str, Any]]  # each with `role` and `content`
+    tools: list[Any] | None = None  # descriptions of functions, for the chat template
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    tokens: np.ndarray  # integers [T]
+    document_end_id: int | None = None  # documents are cut after it
+
+
+Record = Text | Completion | Chat | Tokens
+Raw = Any  # as read, before anything is parsed: bytes of a line or file, a dict of columns, an array
+
+
+class Source(Protocol):
+    """Documents by random access, in a fixed order. It can be pickled for a worker process, which opens files anew."""
+
+    splits_itself: bool  # it holds training documents alone, or held-out ones alone, as it was asked for
+
+    def __len__(self) -> int: ...
+
+    def where(self, index: int) -> str:
+        """The place of a record for messages: `file:line`."""
+        ...
+
+    def fetch(self, index: int) -> Raw:
+        """The record as it is stored; its hash decides the split."""
+        ...
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        """What `fetch` gave, understood. Raises `BadRecord` (a reason without the place) where it is not as it should be."""
+        ...

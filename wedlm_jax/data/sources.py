@@ -1,0 +1,162 @@
+"""The sources that a config names, opened."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.config import DataConfig, SourceConfig
+from wedlm_jax.data.examples import end_token_id
+from wedlm_jax.data.files import find_files, reason
+from wedlm_jax.data.json_lines import ENDINGS, JsonLines
+from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
+from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
+from wedlm_jax.data.split import Split
+from wedlm_jax.data.stdlib_code import code_files
+from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
+from wedlm_jax.data.token_arrays import TokenArray
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.errors import UserError
+
+
+def open_source(
+    part: SourceConfig, config: DataConfig, split: Split, seed: int, tokenizer: PreTrainedTokenizerBase
+) -> Source:
+    """One part of `config.parts`.
+
+    Raises:
+        UserError: a file or a column is missing, a file is empty or not of its format.
+    """
+    if part.source == "quickstart_tasks":
+        return Problems(split, seed, config.num_problems)
+    if part.source == "stdlib_code":
+        return CodePieces(split, part.path, config.row_length, tokenizer)
+    return open_path(part, config.row_length)
+
+
+def open_path(part: SourceConfig, row_length: int) -> Source:
+    """A source of the user's own data, of both splits; errors as above."""
+    path = str(part.path)
+    sources: Sequence[Source]
+    if part.source == "chat":
+        sources = [JsonLines(file, part) for file in find_files(path, ENDINGS)]
+    elif part.source == "text":
+        sources = [
+            JsonLines(file, part) if file.name.endswith(ENDINGS) else TextFile(file) for file in find_files(path)
+        ]
+    elif part.source == "tokens":
+        sources = [TokenArray(file, part, row_length) for file in find_files(path, (".npy",))]
+    elif part.source == "parquet":
+        sources = [ParquetTable(str(file), part) for file in find_files(path, (".parquet",))]
+    else:
+        sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
+    return sources[0] if len(sources) == 1 else Joined(sources)
+
+
+class Joined:
+    """Several sources as one, in their order."""
+
+    splits_itself = False
+
+    def __init__(self, sources: Sequence[Source]):
+        self._sources = sources
+        self._ends = list(itertools.accumulate(len(source) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def where(self, index: int) -> str:
+        source, place = self._find(index)
+        return source.where(place)
+
+    def fetch(self, index: int) -> Raw:
+        source, place = self._find(index)
+        return source.fetch(place)
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        source, place = self._find(index)
+        return source.parse(place, raw)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._ends, index)
+        return self._sources[number], index - (self._ends[number - 1] if number else 0)
+
+
+class TextFile:
+    """One file of plain text or code: one document."""
+
+    splits_itself = False
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __len__(self) -> int:
+        return 1
+
+    def where(self, index: int) -> str:
+        return str(self._path)
+
+    def fetch(self, index: int) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        try:
+            return Text(raw.decode())
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"not UTF-8 (byte {error.start})") from None
+
+
+class Problems:
+    """The quickstart tasks, drawn from the seed."""
+
+    splits_itself = True
+
+    def __init__(self, split: Split, seed: int, length: int):
+        self._problems = QuickstartProblems(split, seed, length)
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def where(self, index: int) -> str:
+        return f"problem {index}"
+
+    def fetch(self, index: int) -> Problem:
+        return self._problems[index]
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        return Completion(raw.prompt, raw.solution)
+
+
+class CodePieces:
+    """The standard library's source, all of it tokenized at the start, in pieces of a row's length."""
+
+    splits_itself = True
+
+    def __init__(self, split: Split, folder: str | None, row_length: int, tokenizer: PreTrainedTokenizerBase):
+        self._pieces: list[np.ndarray] = []
+        self._files: list[str] = []
+        for file in code_files(split, folder):
+            tokens = np.array([*encode_text(tokenizer, file.text), end_token_id(tokenizer)], np.int32)
+            pieces = [tokens[start : start + row_length] for start in range(0, len(tokens), row_length)]
+            self._pieces += pieces
+            self._files += [file.path] * len(pieces)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def where(self, index: int) -> str:
+        return self._files[index]
+
+    def fetch(self, index: int) -> np.ndarray:
+        return self._pieces[index]
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        return Tokens(raw)

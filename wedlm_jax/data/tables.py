@@ -1,0 +1,136 @@
+"""Tables by random access: parquet files, prepared tfds datasets, and datasets of the Hugging Face library."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.data.columns import read_record, table_columns
+from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import reason
+from wedlm_jax.data.records import Raw, Record
+from wedlm_jax.errors import UserError
+
+
+class Table:
+    """Rows of named columns. A subclass opens them; a worker process opens them again."""
+
+    splits_itself = False
+
+    def __init__(self, path: str, config: SourceConfig):
+        self._path, self._config = path, config
+        self._rows: Any = None
+        self._columns: list[str] = []
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_rows": None}
+
+    def __len__(self) -> int:
+        return len(self._opened())
+
+    def where(self, index: int) -> str:
+        return f"{self._path}: row {index}"
+
+    def fetch(self, index: int) -> dict[str, Any]:
+        row = self._opened()[index]
+        return {column: row[column] for column in self._columns}
+
+    def parse(self, index: int, raw: Raw) -> Record:
+        return read_record(raw, self._config)
+
+    def open(self) -> Any:
+        """Rows with a length and random access; sets `_columns`."""
+        raise NotImplementedError
+
+    def _opened(self) -> Any:
+        if self._rows is None:
+            self._rows = self.open()
+            if not len(self._rows):
+                raise UserError(f"{self._path}: has no rows")
+        return self._rows
+
+    def _choose(self, names: list[str]) -> None:
+        self._columns = table_columns(self._config, names, self._path)
+
+
+class ParquetTable(Table):
+    """One parquet file. The columns that are read are held in memory."""
+
+    def open(self) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(self._path) as file:
+                self._choose(file.schema_arrow.names)
+                return _ArrowRows(file.read(columns=self._columns))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{self._path}: cannot be read as parquet ({reason(error)}); write it again") from None
+
+
+class _ArrowRows:
+    def __init__(self, table: Any):
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._table.slice(index, 1).to_pylist()[0]
+
+
+class TfdsTable(Table):
+    """A dataset of tensorflow_datasets that was prepared as array_record, which needs no TensorFlow; downloads nothing."""
+
+    def open(self) -> Any:
+        import tensorflow_datasets as tfds
+
+        split = self._config.dataset_split or "train"
+        try:
+            folder = Path(self._path).expanduser()
+            builder = tfds.builder_from_directory(folder) if folder.is_dir() else tfds.builder(self._path)
+        except Exception as error:  # of many modules, those of the dataset's own code among them
+            raise UserError(
+                f"data.path={self._path}: no dataset of tfds, nor the directory of a prepared one ({reason(error)})"
+            ) from None
+        if split not in builder.info.splits and not re.search(r"[\[+]", split):
+            known = ", ".join(builder.info.splits) or "none, for it is not prepared"
+            raise UserError(
+                f"{self._path}: no split {split!r}; there are {known}. `tfds build {self._path} "
+                "--file_format=array_record` prepares a dataset, data.dataset_split chooses"
+            )
+        self._choose(list(builder.info.features or ()))
+        try:
+            return builder.as_data_source(split)
+        except (
+            Exception
+        ) as error:  # the format without random access is a NotImplementedError, a lost file another type
+            raise UserError(
+                f"{self._path}: no random access ({reason(error)}); prepare it with --file_format=array_record"
+            ) from None
+
+
+class HfTable(Table):
+    """A dataset of the `datasets` package: a hub id (fetched once) or a local folder; memory-mapped. Runs no code of it."""
+
+    def open(self) -> Any:
+        try:
+            import datasets
+        except ImportError:
+            raise UserError(
+                'data.source=hf_dataset needs the datasets package: pip install "wedlm_jax[datasets]"'
+            ) from None
+        split = self._config.dataset_split or "train"
+        folder = Path(self._path).expanduser()
+        saved = any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        try:
+            if saved:
+                rows = datasets.load_from_disk(str(folder))
+                rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
+            else:
+                rows = datasets.load_dataset(self._path, self._config.subset, split=split)
+        except Exception as error:  # of the library, the network, or the formats below it
+            raise UserError(f"data.path={self._path}, split {split!r}: cannot be loaded ({reason(error)})") from None
+        self._choose(rows.column_names)
+        return rows.select_columns(self._columns)
