@@ -39,7 +39,8 @@ def adapted():
 
 def code():
     evaluation = EvaluationConfig(
-        tasks=(), text_prompts=2, text_prompt_characters=40, held_out_files=2, max_new_tokens=8, window_size=4, block_size=4
+        tasks=(), text_prompts=2, text_prompt_characters=40, held_out_files=2, masked_loss_rows=9, max_new_tokens=8,
+        window_size=4, block_size=8,
     )
     return Experiment(
         "code", SHAPE, data=DataConfig(source="stdlib_code", path="{folder}/library", row_length=64),
@@ -120,7 +121,9 @@ def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     bits = results["bits_per_byte"]["adapted"]
     assert bits["bits_per_byte"] == bits["bits"] / bits["bytes"] and f"{bits['bits_per_byte']:.3f}" in shown
-    assert set(results["masked_loss_by_ratio"]) == {"0.1", "0.3", "0.5", "0.7", "0.9"}
+    by_ratio = results["masked_loss_by_ratio"]
+    assert set(by_ratio) == {"0.1", "0.3", "0.5", "0.7", "0.9"}
+    assert results["masked_loss"] == pytest.approx(sum(by_ratio.values()) / 5)
     assert [set(c) for c in results["continuations"]] == [{"prompt", *(row["label"] for row in results["rows"])}] * 2
     assert all(row["accuracy"] is None and row["n"] == 2 for row in results["rows"])
     assert "held-out prompt 2" in shown

@@ -45,7 +45,7 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.version import __version__
 
-MASKED_LOSS_BATCHES, MASKED_LOSS_ROWS = 4, 8
+ROWS_OF_A_FORWARD = 8  # where text is scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,9 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
         "rows": [dataclasses.asdict(row) for row in rows],
     }  # fmt: skip
     if plan.experiment is not None and plan.config.held_out_files:
-        results |= evaluate_text(plan, plan.experiment, console)
+        results["bits_per_byte"] = evaluate_text(plan, plan.experiment, console)
+    if plan.experiment is not None and plan.config.masked_loss_rows:
+        results |= evaluate_masks(plan, plan.experiment, console)
     continued = [(t, problems) for t, problems in plan.tasks if t.score is None]
     if continued:
         results["continuations"] = show_continuations(plan, *continued[0], completions, console)
@@ -161,32 +163,36 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
-    """Bits per byte of held-out files, and the masked-token loss by mask ratio."""
+    """Bits per byte of held-out files, for every model."""
     texts = [file.text for file in code_files("held_out", experiment.data.path)][: plan.config.held_out_files]
-    row_length, block_size = experiment.data.row_length, experiment.objective.block_size
     measured = {}
     for name, model in plan.models.items():
 
         def encode(text: str, tokenizer: Any = model.tokenizer) -> list[int]:
             return encode_text(tokenizer, text)
 
-        measured[name] = bits_per_byte(model, texts, encode, row_length=row_length, batch_size=MASKED_LOSS_ROWS)
+        bits = bits_per_byte(model, texts, encode, row_length=experiment.data.row_length, batch_size=ROWS_OF_A_FORWARD)
         console.print(
-            f"bits per byte, AR, {name}: {measured[name].value:.3f} ({len(texts)} held-out files, {measured[name].bytes:,} "
-            f"bytes, {measured[name].tokens:,} tokens)"
+            f"bits per byte, AR, {name}: {bits.value:.3f} ({len(texts)} held-out files, {bits.bytes:,} "
+            f"bytes, {bits.tokens:,} tokens)"
         )
-    model = plan.models[ADAPTED]
+        measured[name] = {**dataclasses.asdict(bits), "bits_per_byte": bits.value}
+    return measured
+
+
+def evaluate_masks(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
+    """The masked-token loss on held-out rows by mask ratio, in blocks of evaluation.block_size, and its mean."""
+    model, block_size = plan.models[ADAPTED], plan.config.block_size
     assert model.tokenizer is not None  # a workdir has one
-    stream = batches(experiment.data, model.tokenizer, block_size, MASKED_LOSS_ROWS, plan.config.seed, "held_out")
-    rows = [next(stream) for _ in range(MASKED_LOSS_BATCHES)]
+    size = min(ROWS_OF_A_FORWARD, plan.config.masked_loss_rows)
+    stream = batches(experiment.data, model.tokenizer, block_size, size, plan.config.seed, "held_out")
+    rows = [next(stream) for _ in range(-(-plan.config.masked_loss_rows // size))]
     by_ratio = masked_loss_by_ratio(model, rows, block_size=block_size)
     console.print(
         "masked-token loss in nats by mask ratio: " + ", ".join(f"{r:g}: {x:.3f}" for r, x in by_ratio.items())
     )
-    return {
-        "bits_per_byte": {name: {**dataclasses.asdict(x), "bits_per_byte": x.value} for name, x in measured.items()},
-        "masked_loss_by_ratio": {f"{ratio:g}": loss for ratio, loss in by_ratio.items()},
-    }
+    mean = sum(by_ratio.values()) / len(by_ratio)
+    return {"masked_loss_by_ratio": {f"{ratio:g}": loss for ratio, loss in by_ratio.items()}, "masked_loss": mean}
 
 
 def show_continuations(

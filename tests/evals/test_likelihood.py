@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.evals.models import tiny_model
 from wedlm_jax.data.pipeline import DataConfig, batches
 from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.errors import UserError
 from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio, scoring_rows
 
 TEXTS = ["def f(x):\n    return x + 1\n", "é", "import os\n" * 9]
@@ -60,3 +61,10 @@ def test_masked_loss_of_a_random_model_is_near_uniform_at_every_ratio():
     assert list(losses) == [0.25, 1.0]
     assert np.allclose(list(losses.values()), math.log(model.config.vocab_size), atol=1.5)
     assert losses[0.25] != losses[1.0]
+
+
+def test_a_ratio_that_masks_nothing_in_small_blocks_is_named():
+    model = tiny_model()
+    batch = next(batches(DataConfig(row_length=64), model.tokenizer, 4, 2, 0, "held_out"))
+    with pytest.raises(UserError, match="block_size=4: at a mask ratio of 0.1 no token of a block is masked"):
+        masked_loss_by_ratio(model, [batch], block_size=4)

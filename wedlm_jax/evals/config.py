@@ -15,6 +15,7 @@ class EvaluationConfig:
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
     problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n
     held_out_files: int = 0  # files whose bits per byte are measured; 0 = none
+    masked_loss_rows: int = 0  # held-out rows whose masked-token loss is measured; 0 = none
     text_prompts: int = 0  # held-out texts to continue; 0 = none
     text_prompt_characters: int = 240  # their length; whole lines, so at least this
     batch_size: int = 1  # prompts decoded at once, the same for every decoder; 1 is the speed that one user sees
@@ -31,7 +32,7 @@ class EvaluationConfig:
         for name in ("problems_per_task", "text_prompt_characters", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("held_out_files", "text_prompts"):
+        for name in ("held_out_files", "masked_loss_rows", "text_prompts"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be 0 (off) or more")
         self.autoregressive, self.blockwise, self.verified, self.streaming  # noqa: B018  DecodeConfig checks the rest

@@ -15,6 +15,7 @@ from flax import nnx
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.corruption import mask_lowest
 from wedlm_jax.diffusion.dual_stream import build_dual_stream
+from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.patterns import Causal, DualStream
 
@@ -100,7 +101,11 @@ def masked_loss_by_ratio(
     ratios: Sequence[float] = MASK_RATIOS,
     seed: int = 0,
 ) -> dict[float, float]:
-    """Mean cross-entropy in nats of masked tokens, when that share of every block is masked (the training layout)."""
+    """Mean cross-entropy in nats of masked tokens, when that share of every block is masked (the training layout).
+
+    Raises:
+      UserError: at one of the ratios no token of a block is masked.
+    """
     graph, params = nnx.split(model.transformer)
     mask_token_id = model.require_mask_token_id()
     losses = {}
@@ -111,6 +116,10 @@ def masked_loss_by_ratio(
             key = jax.random.fold_in(jax.random.key(seed), number)
             sums = _masked_nats(graph, params, key, *arrays, ratio, mask_token_id=mask_token_id, block_size=block_size)
             total, count = total + float(sums[0]), count + float(sums[1])
+        if not count:
+            raise UserError(
+                f"block_size={block_size}: at a mask ratio of {ratio:g} no token of a block is masked; use 8"
+            )
         losses[ratio] = total / count
     return losses
 
