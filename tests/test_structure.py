@@ -26,7 +26,7 @@ FLOORS = (
     {"evals", "study"},
     {"experiment"},
     {"__init__", "generate"},  # the public surface
-    {"train", "evaluate", "convert"},
+    {"train", "evaluate", "convert", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -73,7 +73,9 @@ def _top(module: str) -> str:
 
 
 def _room(module: str) -> str:
-    return module.split(".")[1] if "." in module else "__init__"
+    """The first name below the package; a command of a lower room, `room.__main__`, has a floor of its own."""
+    name = module.partition(".")[2]
+    return name if name in FLOOR_OF else _top(name) or "__init__"
 
 
 def _upward(imports: Imports) -> list[str]:

@@ -51,6 +51,7 @@ FILE = "experiment.json"  # in the workdir
 FREE_TO_CHANGE = (
     "mesh",
     "evaluation",
+    "data.num_workers",
     "train.log_every",
     "train.checkpoint_every",
     "train.keep_checkpoints",
@@ -138,12 +139,22 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, ModelConfig) and self.init_from is None:
-            raise UserError("model and init_from are both None; give the shape of a model, or a model to start from")
         if self.data.row_length % self.objective.block_size:
             raise UserError(
                 f"data.row_length={self.data.row_length} is not a multiple of "
                 f"objective.block_size={self.objective.block_size}; make it one"
+            )
+
+    def require_model(self) -> None:
+        """At use, since an experiment may leave the model to the command line.
+
+        Raises:
+          UserError: neither a shape nor a model to start from is given.
+        """
+        if not isinstance(self.model, ModelConfig) and self.init_from is None:
+            raise UserError(
+                "model and init_from are both None; name a model to start from as model.path=DIR (a workdir, a Hugging "
+                "Face directory or a hub id), or give the shape of one"
             )
 
     @property
@@ -195,7 +206,7 @@ def load_experiment(spec: str, overrides: Sequence[str] = ()) -> Experiment:
     path = Path(place) if place.endswith(".py") else _find(place)
     experiment = _call(path, function or path.stem)
     experiment = validated(Experiment, dataclasses.asdict(experiment), str(path))
-    return override(experiment, *overrides)
+    return override(experiment, *overrides) if overrides else experiment
 
 
 def list_experiments() -> dict[str, str]:
@@ -242,7 +253,9 @@ def override(experiment: Experiment, *assignments: str) -> Experiment:
             place = tree["model"] = place or dict(overridable)
             annotation = named[name]
         place[field] = read_value(annotation, name, text)
-    return validated(Experiment, tree, "")
+    changed = validated(Experiment, tree, "")
+    changed.require_model()
+    return changed
 
 
 def _folders() -> list[Path]:

@@ -1,0 +1,125 @@
+"""What a model is about to see: packed rows with the learned tokens coloured, lengths, padding, what was skipped."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.examples import Example
+from wedlm_jax.data.packing import PackedBatch, pack
+
+LEARNED, PROMPT, PAD = "bold green", "dim", "red"
+_BARS = 10  # of the histogram
+_WIDTH = 40  # characters of its longest bar
+_REASONS = 5  # bad records that are shown
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """The leading documents of a stream, packed as in training."""
+
+    batches: list[PackedBatch]
+    lengths: list[int]  # tokens of every example
+    skipped: list[str]  # place and reason of every bad record
+    documents: int  # with examples in them
+    seen: int  # of the stream, those of the other split and bad records included
+
+    @property
+    def padding(self) -> float:
+        """Share of the places of all rows."""
+        return 1 - sum(self.lengths) / sum(batch.tokens.size for batch in self.batches)
+
+    @property
+    def learned(self) -> float:
+        """Share of the tokens (no padding) with a loss on them."""
+        return sum(int(batch.loss_mask.sum()) for batch in self.batches) / sum(self.lengths)
+
+
+def inspect(
+    documents: Documents, count: int, *, num_rows: int, row_length: int, block_size: int, pad_token_id: int
+) -> Inspection:
+    """Reads the stream up to `count` documents of its split, or one epoch, and packs them.
+
+    Raises:
+        UserError: a bad record under `on_bad_record="error"`.
+    """
+    examples: list[Example] = []
+    skipped: list[str] = []
+    found = seen = 0
+    for document in itertools.islice((documents[i] for i in itertools.count()), documents.epoch):
+        seen += 1
+        found += bool(document.examples)
+        examples += document.examples
+        skipped += [document.skipped] if document.skipped is not None else []
+        if found == count:
+            break
+    batches, done = [], 0
+    while done < len(examples):
+        batch, packed = pack(
+            itertools.islice(examples, done, None),
+            num_rows=num_rows, row_length=row_length, block_size=block_size, pad_token_id=pad_token_id,
+        )  # fmt: skip
+        batches.append(batch)
+        done += packed
+    return Inspection(batches, [len(example.tokens) for example in examples], skipped, found, seen)
+
+
+def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
+    """Prints `samples` rows, then the numbers."""
+    rows = ((batch, row) for batch in inspection.batches for row in range(len(batch.tokens)))
+    for number, (batch, row) in enumerate(itertools.islice(rows, samples)):
+        console.rule(f"row {number}")
+        console.print(row_text(batch, row, tokenizer), soft_wrap=True)
+    console.rule("numbers")
+    console.print(
+        Text.assemble(("learned", LEARNED), " ", ("prompt", PROMPT), " ", ("padding", PAD), "; | starts a document")
+    )
+    if inspection.lengths:
+        console.print(histogram(inspection.lengths))
+        console.print(f"padding: {inspection.padding:.1%} of the places of {len(inspection.batches)} batches")
+        console.print(f"learned: {inspection.learned:.1%} of the tokens")
+    console.print(
+        f"documents: {inspection.documents} of {inspection.seen} in the stream; skipped records: {len(inspection.skipped)}"
+    )
+    for reason in inspection.skipped[:_REASONS]:
+        console.print(f"  {reason}", markup=False, highlight=False)
+
+
+def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The text of a row: every run of tokens of one kind decoded and coloured."""
+    text = Text()
+    kinds = np.where(batch.segment_ids[row] == 0, 0, np.where(batch.loss_mask[row], 1, 2))
+    edges = np.flatnonzero(np.diff(kinds) | np.diff(batch.segment_ids[row])) + 1
+    last_segment = 0
+    for run in np.split(np.arange(len(kinds)), edges):
+        kind, segment = kinds[run[0]], batch.segment_ids[row][run[0]]
+        if segment not in (0, last_segment):
+            text.append("|", PAD)
+            last_segment = segment
+        if kind == 0:
+            text.append(f"[{len(run)} padding]", PAD)
+        else:
+            text.append(str(tokenizer.decode(batch.tokens[row][run])), LEARNED if kind == 1 else PROMPT)
+    return text
+
+
+def histogram(lengths: Sequence[int]) -> Table:
+    """How many examples have how many tokens."""
+    edges = np.unique(np.histogram_bin_edges(lengths, _BARS).astype(int))
+    counts = collections.Counter(int(np.searchsorted(edges, length, "right")) for length in lengths)
+    table = Table("tokens", "examples", "", title="lengths", title_justify="left", box=None)
+    for place in range(1, len(edges) + 1):
+        high = edges[place] - 1 if place < len(edges) else max(lengths)
+        if counts[place]:
+            bar = "#" * max(round(_WIDTH * counts[place] / max(counts.values())), 1)
+            table.add_row(f"{edges[place - 1]}-{high}", str(counts[place]), bar)
+    return table
