@@ -11,9 +11,11 @@ from wedlm_jax.experiment import (
     Experiment,
     ModelConfig,
     ModelOverrides,
+    Study,
     TrainConfig,
     list_experiments,
     load_experiment,
+    load_named,
     override,
 )
 
@@ -242,5 +244,25 @@ def test_the_shipped_experiments_load_and_have_a_summary(monkeypatch, folder):
     shipped = {name: summary for name, summary in list_experiments().items() if name != "small"}
     assert {"quickstart_base", "quickstart"} <= shipped.keys()
     for name, summary in shipped.items():
-        assert summary and load_experiment(name).name == name
-        assert isinstance(load_experiment(name).model, ModelConfig | None)
+        found = load_named(name)
+        assert summary and found.name == name
+        if isinstance(found, Study):  # every run that it would start can be loaded
+            stages = {stage for arm in found.arms.values() for stage in arm}
+            assert all(load_experiment(stage.experiment, stage.overrides).train.steps for stage in stages)
+        else:
+            assert isinstance(found.model, ModelConfig | ModelOverrides | None)
+
+
+def test_a_study_is_run_whole_by_train_alone(monkeypatch, folder):
+    monkeypatch.chdir(folder / "experiments" / "..")
+    assert "ablations is a study of several runs; python -m wedlm_jax.train --exp ablations" in message_of(
+        load_experiment, "ablations"
+    )
+    assert "train.steps=3: ablations is a study" in message_of(load_named, "ablations", ["train.steps=3"])
+
+
+def test_an_experiment_without_a_model_asks_for_one_where_it_is_used(monkeypatch, folder):
+    monkeypatch.chdir(folder / "experiments" / "..")
+    assert "name a model to start from as model.path=DIR" in message_of(load_experiment("sft").require_model)
+    assert "name a model to start from as model.path=DIR" in message_of(load_experiment, "sft", ["data.path=x"])
+    load_experiment("sft", ["data.path=chat.jsonl", "model.path=DIR"]).require_model()

@@ -1,7 +1,7 @@
 """Experiment: one run as a frozen tree of small configs; found by name, overridden field by field, kept as JSON.
 
 An experiment is a function `NAME() -> Experiment` in `experiments/NAME.py`, and imports this module only. Another one is
-derived from it by `dataclasses.replace(load_experiment("NAME"), ...)`.
+derived from it by `dataclasses.replace(load_experiment("NAME"), ...)`. Several side by side are a `Study`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
+from wedlm_jax.study import Measure, Stage, Study
 from wedlm_jax.train_step import ObjectiveConfig
 
 __all__ = [
     "DataConfig",
     "EvaluationConfig",
     "Experiment",
+    "Measure",
     "MeshConfig",
     "ModelConfig",
     "ModelOverrides",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "Stage",
+    "Study",
     "TokenizerConfig",
     "TrainConfig",
     "WeightedSource",
     "list_experiments",
     "load_experiment",
+    "load_named",
 ]
 
 FILE = "experiment.json"  # in the workdir
@@ -192,7 +197,19 @@ class Experiment:
 
 
 def load_experiment(spec: str, overrides: Sequence[str] = ()) -> Experiment:
-    """Finds an experiment and applies overrides.
+    """`load_named`, where only an experiment will do.
+
+    Raises:
+      UserError: as `load_named`, or it is a study.
+    """
+    found = load_named(spec, overrides)
+    if isinstance(found, Study):
+        raise UserError(f"{spec} is a study of several runs; python -m wedlm_jax.train --exp {spec} runs them all")
+    return found
+
+
+def load_named(spec: str, overrides: Sequence[str] = ()) -> Experiment | Study:
+    """Finds an experiment and applies overrides, or finds a study.
 
     Args:
       spec: `NAME` (looked up in ./experiments, the installed experiments, those beside the package) or `FILE.py`; the
@@ -205,6 +222,10 @@ def load_experiment(spec: str, overrides: Sequence[str] = ()) -> Experiment:
     place, _, function = spec.partition(":")
     path = Path(place) if place.endswith(".py") else _find(place)
     experiment = _call(path, function or path.stem)
+    if isinstance(experiment, Study):
+        if overrides:
+            raise UserError(f"{overrides[0]}: {spec} is a study, whose stages have their own; change {path}")
+        return experiment
     experiment = validated(Experiment, dataclasses.asdict(experiment), str(path))
     return override(experiment, *overrides) if overrides else experiment
 
@@ -273,7 +294,7 @@ def _find(name: str) -> Path:
     raise UserError(f"unknown experiment {name}; {hint} (--list shows all, --exp FILE.py takes a file)")
 
 
-def _call(path: Path, function: str) -> Experiment:
+def _call(path: Path, function: str) -> Experiment | Study:
     """Runs the function of an experiment file; whatever fails in it is told with its file and line."""
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -284,7 +305,7 @@ def _call(path: Path, function: str) -> Experiment:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-        make: Callable[[], Experiment] | None = getattr(module, function, None)
+        make: Callable[[], Experiment | Study] | None = getattr(module, function, None)
         if not callable(make):
             raise UserError(f"{path} has no function {function}; name one as --exp {path}:FUNCTION")
         experiment = make()
@@ -298,6 +319,6 @@ def _call(path: Path, function: str) -> Experiment:
         ]
         line = frames[-1].lineno if frames else 1
         raise UserError(f"{path}:{line}: {type(error).__name__}: {error}") from None
-    if not isinstance(experiment, Experiment):
-        raise UserError(f"{path}: {function}() returns {type(experiment).__name__}, not an Experiment")
+    if not isinstance(experiment, (Experiment, Study)):
+        raise UserError(f"{path}: {function}() returns {type(experiment).__name__}, not an Experiment or a Study")
     return experiment
