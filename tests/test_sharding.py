@@ -30,7 +30,15 @@ def two_updates(mesh_config: MeshConfig | None, micro_batches: int):
 
 
 @pytest.mark.parametrize(
-    ("mesh_config", "micro_batches"), [(MeshConfig(data=8), 1), (MeshConfig(data=2, fsdp=2, tensor=2), 2)]
+    ("mesh_config", "micro_batches"),
+    [
+        (MeshConfig(data=8), 1),
+        (MeshConfig(data=1, fsdp=8), 1),
+        (MeshConfig(data=2, fsdp=2, tensor=2), 2),
+        (MeshConfig(data=1, fsdp=4, tensor=2), 1),
+        (MeshConfig(data=2, fsdp=1, tensor=4), 1),  # more than the two kv heads
+    ],
+    ids=lambda x: "-".join(map(str, dataclasses.astuple(x))) if isinstance(x, MeshConfig) else str(x),
 )
 def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches):
     expected_at_birth, expected, expected_metrics = two_updates(None, 1)
@@ -86,6 +94,13 @@ def test_a_mesh_that_does_not_fit_is_named(fields, message):
 
 
 def test_an_axis_that_cannot_be_cut_is_named():
-    mesh = make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))
-    with pytest.raises(UserError, match="mesh.tensor=4 does not divide kv_heads=2 of layers.attention.k_proj.kernel"):
+    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=8))
+    with pytest.raises(UserError, match="mesh.tensor=8 does not divide heads=4 of layers.attention.o_proj.kernel"):
         abstract_state(MODEL, SETTINGS.optimizer, mesh)
+
+
+def test_kv_heads_fewer_than_the_tensor_axis_stay_whole():
+    params = abstract_state(MODEL, SETTINGS.optimizer, make_mesh(MeshConfig(data=1, fsdp=2, tensor=4))).params
+    kernel, queries = params["layers.attention.k_proj.kernel"], params["layers.attention.q_proj.kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 2, 8)
+    assert queries.sharding.shard_shape(queries.shape) == (2, 8, 1, 8)

@@ -28,6 +28,9 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     decay_mask: Literal["kernels", "official"] = "kernels"  # no norms, no biases; "official": only no biases
     clip_norm: float = 1.0  # of the gradient of all parameters together
+    first_moment_dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # bfloat16: 2 bytes a parameter less; the second stays
+    )
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
@@ -75,6 +78,6 @@ def decayed(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, boo
 def make_adamw(config: OptimizerConfig) -> optax.GradientTransformation:
     """AdamW's direction, still to be multiplied by minus the learning rate."""
     return optax.chain(
-        optax.scale_by_adam(config.b1, config.b2, config.eps),
+        optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.first_moment_dtype),
         optax.add_decayed_weights(config.weight_decay, mask=lambda params: decayed(config, params)),
     )

@@ -1,14 +1,16 @@
 """The mesh, and one table that says which mesh axis each named axis of an array is cut over.
 
-Model code is single-device: parameters name their axes, XLA's partitioner does the rest (what used to be called pjit is
-`jax.jit` with in and out shardings).
+Model code is single-device: parameters name their axes, activations pass through `constrain`, XLA's partitioner does the
+rest (what used to be called pjit is `jax.jit` with in and out shardings).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,6 +26,10 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
 }
+
+# Axes that stay whole where the mesh does not divide them, because whole they are small: 8 kv heads over tensor=16. Any
+# other such axis is an error.
+WHOLE_IF_NOT_DIVIDED = ("kv_heads",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +80,42 @@ def param_shardings(
     """The sharding of every parameter, from the names of its axes.
 
     Raises:
-      UserError: an axis is not a multiple of the mesh axis that it is cut over.
+      UserError: an axis is not a multiple of the mesh axis that it is cut over (the axes of WHOLE_IF_NOT_DIVIDED apart).
     """
     shardings = {}
     for name, named_axes in axes.items():
         for axis, size in zip(named_axes, shapes[name], strict=True):
             for mesh_axis in RULES.get(axis, ()):
-                if size % mesh.shape[mesh_axis]:
+                if size % mesh.shape[mesh_axis] and axis not in WHOLE_IF_NOT_DIVIDED:
                     raise UserError(
                         f"mesh.{mesh_axis}={mesh.shape[mesh_axis]} does not divide {axis}={size} of {name}; "
                         "choose a divisor"
                     )
-        shardings[name] = NamedSharding(mesh, PartitionSpec(*(RULES.get(axis) for axis in named_axes)))
+        shardings[name] = NamedSharding(mesh, _spec(mesh.shape, named_axes, shapes[name]))
     return shardings
+
+
+def on_mesh(mesh: Mesh) -> AbstractContextManager[None]:
+    """Entered inside a traced function: what `constrain` there means. Nothing at all on one device."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size > 1 else contextlib.nullcontext()
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """`x` cut as the rules say for these names of its axes; None for an axis that is whole. Outside `on_mesh`, x itself."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
+
+
+def batch_parts() -> int:
+    """Over how many devices the rows of a batch are cut, inside `on_mesh`; else 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def _spec(mesh: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+    cuts = (RULES.get(axis) if axis else None for axis in axes)
+    fits = (
+        cut if cut and size % math.prod(mesh[a] for a in cut) == 0 else None
+        for cut, size in zip(cuts, shape, strict=True)
+    )
+    return PartitionSpec(*fits)

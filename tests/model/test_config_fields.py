@@ -36,7 +36,7 @@ CHANGES = {
     "dtype": ("bfloat16", {"logits", "program", "cache"}),
     "param_dtype": ("bfloat16", {"params", "logits"}),
     "matmul_precision": ("default", {"program"}),
-    "remat": (True, {"program"}),
+    "remat": ("full", {"program"}),
 }
 TOKENS = np.random.default_rng(0).integers(0, 40, (1, 8))
 
@@ -112,7 +112,7 @@ def test_the_program_changes(field):
 @pytest.mark.parametrize(
     ("precision", "expected"), [("highest", {"HIGHEST"}), ("high", {"HIGH"}), ("default", {"DEFAULT"})]
 )
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat):
     text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat))
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
@@ -121,10 +121,10 @@ def test_matmul_precision_holds_in_every_product_forward_and_backward(precision,
     assert {word for pairs in found for pair in pairs for word in pair} == expected
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_remat_recomputes_each_layer_in_the_backward_pass(remat):
     jaxpr = str(jax.make_jaxpr(training_step(dataclasses.replace(TINY, remat=remat)))(params()))
-    assert ("remat" in jaxpr or "checkpoint" in jaxpr) == remat
+    assert ("remat" in jaxpr or "checkpoint" in jaxpr) == (remat != "none")
 
 
 def test_max_position_embeddings_bounds_prompt_and_output():

@@ -42,6 +42,7 @@ def largest_array(text: str) -> int:
 @pytest.mark.parametrize("max_logits", [2**24, 4 * V, 8 * V + 7, 1])
 def test_chunked_and_unchunked_equal_float64_with_gradients(monkeypatch, max_logits):
     monkeypatch.setattr(module, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(module, "MIN_TOKENS", 1)
     hidden, head, targets, d_losses = arrays()
     with jax.default_matmul_precision("highest"):
         losses, gradients = quick_jit(losses_and_gradients)(hidden, head, targets, d_losses)
@@ -53,6 +54,7 @@ def test_chunked_and_unchunked_equal_float64_with_gradients(monkeypatch, max_log
 def test_chunks_never_hold_the_logits_of_all_tokens(monkeypatch):
     assert largest_array(lowered_text()) >= T * V, "unchunked, the logits are there: the search below can find them"
     monkeypatch.setattr(module, "MAX_LOGITS", 4 * V)
+    monkeypatch.setattr(module, "MIN_TOKENS", 1)
     assert largest_array(lowered_text()) < T * V
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Annotated, Literal
+
+import pydantic
 
 from wedlm_jax.errors import UserError
 
 DType = Literal["float32", "bfloat16"]
+
+# What the backward pass finds instead of computing it again: "none" recomputes nothing and keeps all; "dots" keeps the
+# products with the parameters, not the attention scores; "full" keeps the input of each layer alone.
+Remat = Annotated[
+    Literal["none", "dots", "full"],
+    pydantic.BeforeValidator(lambda x: {False: "none", True: "full"}[x] if isinstance(x, bool) else x),  # older files
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +44,11 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = (
         "default"  # "highest": float32 is float32 on accelerators too
     )
-    remat: bool = False  # recompute each layer's activations in the backward pass
+    remat: Remat = "none"  # what of each layer the backward pass computes again
 
     def __post_init__(self) -> None:
+        if self.remat not in ("none", "dots", "full"):
+            raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}"

@@ -10,6 +10,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Pattern
 from wedlm_jax.model.rope import apply_rope
+from wedlm_jax.sharding import constrain
 
 EMBEDDING_STDDEV = 0.02
 
@@ -64,7 +65,9 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=("vocab", "embed"))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.embedding[...][tokens].astype(self.dtype)
+        # Whole along D before the look-up: the rows of a batch are cut over the same devices as D.
+        table_VD = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
+        return constrain(table_VD[tokens], "batch", None, None)
 
 
 class Attention(nnx.Module):
@@ -96,6 +99,8 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q = constrain(q, "batch", None, "heads", None)
+        k, v = (constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         if isinstance(pattern, CachedWindow):
             assert cache is not None
             out, cache = pattern(q, k, v, cache=cache, layer=layer)
@@ -115,7 +120,8 @@ class MLP(nnx.Module):
         self.down_proj = Linear(config, "BLF,FD->BLD", (F, D), ("mlp", "embed"), stddev=stddev, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        x_BLF = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
+        return self.down_proj(constrain(x_BLF, "batch", None, "mlp"))
 
 
 class Layer(nnx.Module):
@@ -137,5 +143,5 @@ class Layer(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, KVCache | None]:
         mixed, cache = self.attention(self.input_norm(x_BLD), rope=rope, pattern=pattern, cache=cache, layer=layer)
-        x_BLD = x_BLD + mixed
-        return x_BLD + self.mlp(self.post_attention_norm(x_BLD)), cache
+        x_BLD = constrain(x_BLD + mixed, "batch", None, None)
+        return constrain(x_BLD + self.mlp(self.post_attention_norm(x_BLD)), "batch", None, None), cache

@@ -15,6 +15,12 @@ from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops.cross_entropy import cross_entropy
+from wedlm_jax.sharding import batch_parts, constrain
+
+REMAT_POLICIES = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Transformer(nnx.Module):
@@ -71,8 +77,8 @@ class Transformer(nnx.Module):
                 layer = nnx.merge(graph, state)
                 return layer(x_BLD, rope=rope, pattern=pattern, cache=cache, layer=index), None
 
-            if self.config.remat:
-                run_layer = jax.checkpoint(run_layer)
+            if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
+                run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
             # The cache rides in the carry: as scanned input and output it would be copied at every step.
             indexed = (jnp.arange(self.config.num_layers), stacked)
             (x_BLD, cache), _ = jax.lax.scan(run_layer, (self.embed(tokens), cache), indexed)
@@ -95,8 +101,10 @@ class Transformer(nnx.Module):
         """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L], in chunks of tokens."""
         chex.assert_shape(hidden, (*targets.shape, self.config.hidden_size))
         with jax.default_matmul_precision(self.config.matmul_precision):
-            head = self.head.astype(self.config.dtype)
-            return cross_entropy(hidden.reshape(-1, hidden.shape[-1]), head, targets.reshape(-1)).reshape(targets.shape)
+            # Whole along D once, not again for each chunk.
+            head_VD = constrain(self.head.astype(self.config.dtype), "vocab", None)
+            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
+            return cross_entropy(hidden_TD, head_VD, targets.reshape(-1), batch_parts()).reshape(targets.shape)
 
     def __call__(self, tokens, *, positions, pattern=Causal(), cache=None):
         """Logits [B, L, V]; with a cache, the pair (logits, new cache)."""
