@@ -1,0 +1,192 @@
+"""Loss masks of conversations: exactly what the assistant says after each of its prompts, token for token."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from tests.data.tiny import tokenizer
+from wedlm_jax.data.chat import from_messages
+from wedlm_jax.data.records import BadRecord
+from wedlm_jax.errors import UserError
+
+# Written for these tests: a system prompt of its own where the conversation has none, tool results as the user's turn.
+QWEN25_STYLE = """
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' + call.function.name + '\\n</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# Thinking is written for the last turn alone, and taken out of those before the last question.
+QWEN3_STYLE = """
+{%- set ns = namespace(question=0) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.question = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set think = m.reasoning_content or '' %}{% set said = m.content %}
+{%- if '</think>' in said %}
+{%- set think = said.split('</think>')[0].split('<think>')[-1].strip() %}{% set said = said.split('</think>')[-1] %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > ns.question and (loop.last or think) %}
+{{- '<think>\\n' + think + '\\n</think>\\n\\n' + said.lstrip() }}{% else %}{{ said.lstrip() }}{% endif %}
+{{- '<|im_end|>\\n' }}
+{%- else %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+LATER_MATTERS = """{{ messages | length }}
+{%- for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"""
+NO_PROMPT = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
+NO_END = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}" + QWEN25_STYLE
+
+
+USER, SYSTEM, END = "<|im_start|>user\n", "<|im_start|>system\n", "<|im_end|>"
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+def of_style(template):
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = template
+    return made
+
+
+def messages(*texts):
+    """user, assistant, user, ...; `system:` and `tool:` in front of a text name another role."""
+    made, role = [], "user"
+    for text in texts:
+        for other in ("system", "tool"):
+            if text.startswith(f"{other}:"):
+                made.append({"role": other, "content": text.removeprefix(f"{other}:")})
+                role = "user" if other == "system" else "assistant"
+                break
+        else:
+            made.append({"role": role, "content": text})
+            role = "assistant" if role == "user" else "user"
+    return made
+
+
+def tool_call(name, content=""):
+    return {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": name, "arguments": {}}}]}
+
+
+TWO_TURNS = messages("the cat", "on a mat", "one red", "bird")
+DEFAULT_SYSTEM = f"{SYSTEM}Be brief.{END}\n"
+CASES = {
+    "two turns": (
+        QWEN25_STYLE, TWO_TURNS, "all",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}", 0), (f"on a mat{END}", 1),
+         (f"\n{USER}one red{END}\n{ASSISTANT}", 0), (f"bird{END}", 1)],
+    ),
+    "only the last turn": (
+        QWEN25_STYLE, TWO_TURNS, "last",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}on a mat{END}\n{USER}one red{END}\n{ASSISTANT}", 0),
+         (f"bird{END}", 1)],
+    ),
+    "a system prompt": (
+        QWEN25_STYLE, messages("system:sat", "the", "cat"), "all",
+        [(f"{SYSTEM}sat{END}\n{USER}the{END}\n{ASSISTANT}", 0), (f"cat{END}", 1)],
+    ),
+    "a tool turn": (
+        QWEN25_STYLE, [*messages("the cat"), tool_call("look"), *messages("tool:a mat", "on a mat")], "all",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}", 0), (f"\n<tool_call>\nlook\n</tool_call>{END}", 1),
+         (f"\n{USER}<tool_response>\na mat\n</tool_response>{END}\n{ASSISTANT}", 0), (f"on a mat{END}", 1)],
+    ),
+    "no thinking: the last turn says so, the earlier ones do not": (
+        QWEN3_STYLE, TWO_TURNS, "all",
+        [(f"{USER}the cat{END}\n{ASSISTANT}", 0), (f"on a mat{END}", 1),
+         (f"\n{USER}one red{END}\n{ASSISTANT}", 0), (f"<think>\n\n</think>\n\nbird{END}", 1)],
+    ),
+    "thinking of the last turn is learned": (
+        QWEN3_STYLE, messages("the cat", "<think>a lake</think>bird"), "all",
+        [(f"{USER}the cat{END}\n{ASSISTANT}", 0), (f"<think>\na lake\n</think>\n\nbird{END}", 1)],
+    ),
+    "thinking of an earlier turn is no matter where only the last is learned": (
+        QWEN3_STYLE, messages("the cat", "<think>a lake</think>sat", "one red", "bird"), "last",
+        [(f"{USER}the cat{END}\n{ASSISTANT}sat{END}\n{USER}one red{END}\n{ASSISTANT}", 0),
+         (f"<think>\n\n</think>\n\nbird{END}", 1)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("num_end_tokens", [1, 3])
+def test_the_mask_covers_what_the_assistant_says_and_its_end_token_for_token(case, num_end_tokens):
+    template, conversation, turns, segments = CASES[case]
+    made = of_style(template)
+    example = from_messages(conversation, made, num_end_tokens=num_end_tokens, loss_on_turns=turns, document_id=7)
+    tokens, learned = [], []
+    for text, is_learned in segments:
+        ids = made(text, add_special_tokens=False)["input_ids"]
+        tokens += ids
+        learned += [bool(is_learned)] * len(ids)
+    extra = num_end_tokens - 1
+    assert example.tokens.tolist() == tokens + [made.eos_token_id] * extra
+    assert example.loss_mask.tolist() == learned + [True] * extra
+    assert example.document_id == 7
+
+
+@pytest.mark.parametrize("template", [QWEN25_STYLE, QWEN3_STYLE])
+def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
+    """And the tokens are those of the whole conversation written at once."""
+    made = of_style(template)
+    example = from_messages(TWO_TURNS, made, num_end_tokens=1)
+    starts = np.flatnonzero(np.diff(example.loss_mask.astype(int)) == 1) + 1
+    for start, count in zip(starts, (1, 3), strict=True):
+        prompt = made.apply_chat_template(TWO_TURNS[:count], tokenize=False, add_generation_prompt=True)
+        assert made(prompt, add_special_tokens=False)["input_ids"] == example.tokens[:start].tolist()
+    whole = made.apply_chat_template(TWO_TURNS, tokenize=False).removesuffix("\n")
+    assert made(whole, add_special_tokens=False)["input_ids"] == example.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "conversation", "message"),
+    [
+        (
+            QWEN3_STYLE,
+            messages("the", "<think>a lake</think>sat", "one", "bird"),
+            "message 1: the chat template leaves out",
+        ),
+        (
+            QWEN3_STYLE,
+            [
+                {"role": "user", "content": "the"},
+                tool_call("look", "<think>by a lake</think>so"),
+                *messages("tool:one", "bird", "red", "mat"),
+            ],
+            "message 1: the chat template leaves out",
+        ),
+        (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
+        (NO_END, TWO_TURNS, "message 1: the chat template does not end the assistant's turn with '<|im_end|>'"),
+        (
+            STRICT,
+            messages("system:sat", "the", "cat"),
+            "the chat template refuses the conversation (no system, please)",
+        ),
+        (QWEN25_STYLE, messages("the"), "the last message must be the assistant's"),
+        (QWEN25_STYLE, [], "the last message must be the assistant's"),
+        (QWEN25_STYLE, messages("the", " "), "message 1: the assistant's turn is empty"),
+        (QWEN25_STYLE, messages("cat<|im_end|>", "sat"), "message 0: the text holds the control token '<|im_end|>'"),
+    ],
+)
+def test_where_the_mask_cannot_be_known_the_record_is_bad(template, conversation, message):
+    with pytest.raises(BadRecord) as caught:
+        from_messages(conversation, of_style(template), num_end_tokens=1)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_without_template_is_no_matter_of_records():
+    with pytest.raises(UserError, match="the tokenizer has no chat template") as caught:
+        from_messages(TWO_TURNS, of_style(None), num_end_tokens=1)
+    assert not isinstance(caught.value, BadRecord)
+
+
+def test_tools_reach_the_template():
+    made = of_style("{% for t in tools or [] %}{{ t.name }}{% endfor %}" + QWEN25_STYLE)
+    example = from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake"}])
+    assert made.decode(example.tokens).startswith("lake") and not example.loss_mask[0]

@@ -1,0 +1,304 @@
+"""Every source on a small fixture: what it gives is what was written, with its place."""
+
+import copy
+import gzip
+import importlib.util
+import os
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from wedlm_jax.data.config import DataConfig, WeightedSource
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.pipeline import batches, make_tokenizer
+from wedlm_jax.data.sources import open_path
+from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
+from wedlm_jax.errors import UserError
+
+END = "<|im_end|>"
+
+
+def epoch(config, split="train", made=None):
+    """The documents of one epoch as (prompt, learned) texts, in the order of the source."""
+    documents = Documents(config, made or tokenizer(), 0, split)
+    texts = []
+    for index in range(documents.epoch):
+        for example in documents[index].examples:
+            parts = (example.tokens[~example.loss_mask], example.tokens[example.loss_mask])
+            texts.append(tuple(tokenizer().decode(part) for part in parts))
+    return sorted(texts)
+
+
+def chat_texts(records):
+    """What `epoch` gives for one-turn conversations through our ChatML."""
+    pairs = [[message["content"] for message in record["messages"]] for record in records]
+    return sorted(
+        (f"<|im_start|>user\n{question}{END}\n<|im_start|>assistant\n", f"{answer}{END * 2}")
+        for question, answer in pairs
+    )
+
+
+CHATS = [chat(number) for number in range(7)]
+
+
+def as_sharegpt(record):
+    names = {"user": "human", "assistant": "gpt"}
+    return {
+        "conversations": [{"from": names[m["role"]], "value": m["content"]} for m in record["messages"]],
+        "id": "x",
+    }
+
+
+def as_pair(record):
+    question, answer = (message["content"] for message in record["messages"])
+    return {"q": question, "a": answer}
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        (dict, {}),
+        (as_sharegpt, {}),
+        (lambda record: {"dialog": record["messages"], "messages": 3}, {"messages_column": "dialog"}),
+        (as_pair, {"prompt_column": "q", "completion_column": "a"}),
+        (lambda record: dict(zip(("prompt", "completion"), as_pair(record).values(), strict=True)), {}),
+    ],
+)
+def test_a_chat_file_of_any_usual_shape_gives_the_same_conversations(tmp_path, change, fields):
+    path = write_lines(tmp_path / "chat.jsonl", [change(record) for record in CHATS])
+    assert epoch(config_of(path, **fields)) == chat_texts(CHATS)
+
+
+def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):
+    text = [write_lines(tmp_path / f"{n}.jsonl", CHATS[n : n + 2]).read_bytes() for n in (0, 2, 4)]
+    (tmp_path / "0.jsonl").write_bytes(
+        b"\n" + text[0].replace(b"\n", b"\r\n\r\n").rstrip()
+    )  # empty lines; no last line end
+    (tmp_path / "2.jsonl").unlink(), (tmp_path / "4.jsonl").unlink()
+    (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(text[1]))
+    (tmp_path / "deep").mkdir()
+    with pyarrow.CompressedOutputStream(pyarrow.OSFile(str(tmp_path / "deep" / "4.jsonl.zst"), "wb"), "zstd") as file:
+        file.write(text[2])
+    (tmp_path / "notes.txt").write_text("not JSON")
+    (tmp_path / ".hidden.jsonl").write_text("not JSON")
+    assert epoch(config_of(tmp_path)) == chat_texts(CHATS[:6])
+    source = open_path(config_of(tmp_path), 64)
+    assert [source.where(index).removeprefix(f"{tmp_path}/") for index in (0, 1, 3, 5)] == [
+        "0.jsonl:2", "0.jsonl:4", "2.jsonl.gz:2", "deep/4.jsonl.zst:2",
+    ]  # fmt: skip
+    assert epoch(config_of(tmp_path / "*.jsonl")) == chat_texts(CHATS[:2])
+
+
+def test_a_plain_file_is_read_at_its_lines_alone(tmp_path):
+    """The index holds offsets, and no text of the file."""
+    path = write_lines(tmp_path / "chat.jsonl", CHATS)
+    source = open_path(config_of(path), 64)
+    assert len(source) == 7 and source._decompressed is None
+    assert max(array.nbytes for array in (source._offsets, source._lines)) == 8 * 8
+    content = path.read_bytes()
+    os.truncate(path, len(content) - 10)
+    assert source.fetch(0) == content.split(b"\n")[0]
+
+
+def test_text_of_files_and_of_jsonl(tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "one.py").write_text("x = 1\n")
+    (tmp_path / "two.txt").write_text("  the cat ")
+    write_lines(tmp_path / "many.jsonl", [{"text": "sat"}, {"text": "on"}])
+    write_lines(tmp_path / "other.jsonl", [{"body": "a mat", "text": 3}])
+    expected = [("", f"{text}{END}") for text in ("x = 1\n", "  the cat ", "sat", "on")]
+    config = config_of(tmp_path, "text")
+    (tmp_path / "other.jsonl").rename(tmp_path / ".other")
+    assert epoch(config) == sorted(expected)
+    (tmp_path / ".other").rename(tmp_path / "other.jsonl")
+    assert epoch(config_of(tmp_path / "other.jsonl", "text", text_column="body")) == [("", f"a mat{END}")]
+
+
+def test_a_long_text_is_cut_into_consecutive_pieces_without_loss(tmp_path):
+    (tmp_path / "long.txt").write_text(sentence(1, 64))
+    (document,) = [Documents(config_of(tmp_path, "text", row_length=16), tokenizer(), 0, "train")[0]]
+    whole = [*encode_text(tokenizer(), sentence(1, 64)), tokenizer().eos_token_id]
+    assert np.concatenate([example.tokens for example in document.examples]).tolist() == whole
+    assert {len(example.tokens) for example in document.examples[:-1]} == {16}
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_token_arrays_of_rows_and_of_one_stream(tmp_path, dtype):
+    tokens = np.random.default_rng(0).integers(4, 300, 90).astype(dtype)
+    np.save(tmp_path / "rows.npy", tokens.reshape(9, 10))
+    np.save(tmp_path / "stream.npy", tokens)
+
+    def pieces(name, **fields):
+        config = config_of(tmp_path / name, "tokens", **{"row_length": 16} | fields)
+        documents = Documents(config, tokenizer(), 0, "train")
+        return sorted(example.tokens.tolist() for i in range(documents.epoch) for example in documents[i].examples)
+
+    assert pieces("rows.npy") == sorted(tokens.reshape(9, 10).tolist())
+    assert pieces("stream.npy") == sorted(tokens[start : start + 16].tolist() for start in range(0, 90, 16))
+    assert pieces("rows.npy", row_length=8) == sorted(
+        part for row in tokens.reshape(9, 10).tolist() for part in (row[:8], row[8:])
+    )
+    cut = pieces("stream.npy", document_end_id=int(tokens[20]))
+    assert sum(map(len, cut)) == 90 and tokens[16:21].tolist() in cut
+
+
+def test_parquet(tmp_path):
+    table = pyarrow.Table.from_pylist([{"messages": record["messages"], "other": 1} for record in CHATS])
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet", row_group_size=2)
+    assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)
+    pairs = pyarrow.Table.from_pylist([as_pair(record) for record in CHATS])
+    pyarrow.parquet.write_table(pairs, tmp_path / "pairs.parquet")
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    assert epoch(config_of(tmp_path / "pairs.parquet", "parquet", **columns)) == chat_texts(CHATS)
+    plain = epoch(config_of(tmp_path / "pairs.parquet", "parquet", plain_prompt=True, **columns))
+    assert plain == sorted((pair["q"], f"{pair['a']}{END * 2}") for pair in map(as_pair, CHATS))
+    texts = epoch(config_of(tmp_path / "pairs.parquet", "parquet", text_column="q"))
+    assert texts == sorted(("", f"{as_pair(record)['q']}{END}") for record in CHATS)
+
+
+def tfds_dataset(folder, name="pairs", file_format="array_record"):
+    """Prepared by the library's own writer, which needs neither TensorFlow nor the network."""
+    import tensorflow_datasets as tfds
+
+    class Builder(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            text = tfds.features.Text()
+            turns = tfds.features.Sequence({"role": text, "content": text})
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict({"q": text, "a": text, "turns": turns})
+            )
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples(0, 5), "test": self._generate_examples(5, 7)}
+
+        def _generate_examples(self, start, end):
+            for number in range(start, end):
+                yield number, as_pair(CHATS[number]) | {"turns": CHATS[number]["messages"]}
+
+    Builder.name = name
+    builder = Builder(data_dir=str(folder), file_format=file_format)
+    builder.download_and_prepare()
+    return folder / name / "1.0.0"
+
+
+def test_tfds_by_directory_and_by_name_without_tensorflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    path = tfds_dataset(tmp_path)
+    pair = {"prompt_column": "q", "completion_column": "a"}
+    assert epoch(config_of(path, "tfds", **pair)) == chat_texts(CHATS[:5])
+    assert epoch(config_of(path, "tfds", messages_column="turns")) == chat_texts(CHATS[:5])
+    assert epoch(config_of(path, "tfds", dataset_split="test", **pair)) == chat_texts(CHATS[5:])
+    assert importlib.util.find_spec("tensorflow") is None
+
+
+def test_hf_dataset_from_disk_and_by_split(tmp_path):
+    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install wedlm_jax[datasets]")
+    made = datasets.DatasetDict(
+        train=datasets.Dataset.from_list(CHATS[:5]), test=datasets.Dataset.from_list([as_pair(c) for c in CHATS[5:]])
+    )
+    made.save_to_disk(str(tmp_path / "saved"))
+    assert epoch(config_of(tmp_path / "saved", "hf_dataset")) == chat_texts(CHATS[:5])
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    assert epoch(config_of(tmp_path / "saved", "hf_dataset", dataset_split="test", **columns)) == chat_texts(CHATS[5:])
+    write_lines(tmp_path / "files" / "train.jsonl", CHATS) if (tmp_path / "files").mkdir() is None else None
+    assert epoch(config_of(tmp_path / "files", "hf_dataset")) == chat_texts(CHATS)
+
+
+@pytest.mark.parametrize("weights", [(0.75, 0.25), (1.0, 9.0)])
+def test_a_mixture_has_its_shares_and_every_part_its_own_epochs(tmp_path, weights):
+    one = write_lines(tmp_path / "one.jsonl", [chat(number) for number in range(30)])
+    (tmp_path / "two").mkdir()
+    for number in range(8):
+        (tmp_path / "two" / f"{number}.txt").write_text(sentence(number))
+    config = DataConfig(
+        source="mixture",
+        mixture=(
+            WeightedSource(source="chat", path=str(one), weight=weights[0]),
+            WeightedSource(source="text", path=str(tmp_path / "two"), weight=weights[1]),
+        ),
+        held_out_share=0.0,
+    )
+    documents = Documents(config, tokenizer(), 0, "train")
+    count = 400
+    drawn = [documents[index].examples[0] for index in range(count)]
+    kinds = {True: [], False: []}
+    for example in drawn:
+        kinds[bool(example.loss_mask.all())].append(example.tokens.tobytes())
+    share = len(kinds[False]) / count
+    assert abs(share - weights[0] / sum(weights)) < 1 / 100
+    for texts, size in ((kinds[False], 30), (kinds[True], 8)):
+        assert len(set(texts[:size])) == min(size, len(texts))  # an epoch holds each once
+    assert [example.document_id for example in drawn] == list(range(count))
+
+
+def test_the_split_depends_on_the_content_alone_and_shares_no_document(tmp_path):
+    """Another order, another file, a duplicate, a compressed file: the same documents are held out."""
+    records = [chat(number) for number in range(120)]
+    write_lines(tmp_path / "chat.jsonl", records)
+    config = config_of(tmp_path / "chat.jsonl", held_out_share=0.2)
+    train, held_out = epoch(config), epoch(config, "held_out")
+    assert 10 < len(held_out) < 40 and not set(train) & set(held_out)
+    assert sorted(train + held_out) == chat_texts(records)
+
+    lines = (tmp_path / "chat.jsonl").read_text().splitlines()
+    (tmp_path / "again.jsonl.gz").write_bytes(gzip.compress("\n".join([lines[5], *reversed(lines)]).encode()))
+    again = config_of(tmp_path / "again.jsonl.gz", held_out_share=0.2)
+    assert set(epoch(again, "held_out")) == set(held_out) and set(epoch(again)) == set(train)
+    fewer = config_of(tmp_path / "chat.jsonl", held_out_share=0.05)
+    assert set(epoch(fewer, "held_out")) < set(held_out)
+
+
+def test_the_held_out_stream_repeats_and_is_not_shuffled_away_by_the_seed(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [chat(number) for number in range(60)])
+    config = config_of(path, held_out_share=0.2)
+    found = []
+    for seed in (0, 1):
+        iterator, ids = batches(config, tokenizer(), BLOCK_SIZE, 2, seed, "held_out"), set()
+        for _ in range(12):
+            batch = next(iterator)
+            for row, number in {(r, batch.segment_ids[r, c]) for r, c in np.argwhere(batch.segment_ids)}:
+                ids.add(batch.tokens[row][batch.segment_ids[row] == number].tobytes())
+        found.append(ids)
+    assert found[0] == found[1]
+
+
+def test_a_tokenizer_is_trained_on_the_training_texts_and_never_for_chat(tmp_path):
+    paths = write_lines(tmp_path / "text.jsonl", [{"text": sentence(number, 12)} for number in range(40)])
+    config = config_of(paths, "text", held_out_share=0.3)
+    one, two = (make_tokenizer(TokenizerConfig(vocab_size=300), config) for _ in range(2))
+    assert one.get_vocab() == two.get_vocab() and 260 < len(one) <= 300
+    held_out = {learned for _, learned in epoch(config, "held_out")}
+    for line, text in enumerate(paths.read_text().splitlines()):
+        del line, text
+    write_lines(
+        tmp_path / "training.jsonl",
+        [{"text": sentence(n, 12)} for n in range(40) if f"{sentence(n, 12)}{END}" not in held_out],
+    )
+    same = make_tokenizer(TokenizerConfig(vocab_size=300), config_of(tmp_path / "training.jsonl", "text"))
+    assert same.get_vocab() == one.get_vocab()
+    for source, what in (("chat", "chat template"), ("tokens", "made the tokens")):
+        with pytest.raises(UserError, match=f"data.source={source} needs .*{what}.*tokenizer.path"):
+            make_tokenizer(TokenizerConfig(), config_of("x", source))
+
+
+def test_the_end_token_closes_turns_and_texts(tmp_path):
+    made = copy.deepcopy(tokenizer())
+    made.eos_token = "<|endoftext|>"
+    path = write_lines(tmp_path / "chat.jsonl", CHATS)
+    assert epoch(config_of(path, end_token=END), made=made) == chat_texts(CHATS)
+    assert made.eos_token == "<|endoftext|>"
+    with pytest.raises(UserError, match="does not end the assistant's turn with '<|endoftext|>'"):
+        epoch(config_of(path), made=made)
+    with pytest.raises(UserError, match="data.end_token='<|stop|>' is no token"):
+        epoch(config_of(path, end_token="<|stop|>"))
+
+
+def test_one_seed_gives_one_stream_and_another_seed_another(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [chat(number) for number in range(40)])
+    one, two, other = (digest(next(stream(config_of(path), seed=seed))) for seed in (0, 0, 1))
+    assert one == two != other
