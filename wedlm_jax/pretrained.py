@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import Arch
@@ -18,7 +19,7 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 
 
-def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None) -> Model:
+def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, mesh: Mesh | None = None) -> Model:
     """Loads a model.
 
     Args:
@@ -27,14 +28,15 @@ def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None) 
       dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
         and float32 on CPU.
       mask_token_id: overrides the id that the directory declares.
+      mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; None: the first device.
 
     Raises:
       UserError: nothing is there, it is not complete, or it holds what is not implemented.
     """
     directory = locate(path)
     if is_workdir(directory):
-        return _load_workdir(directory, resolve_dtype(dtype), mask_token_id)
-    return load_hf(directory, dtype, mask_token_id)
+        return _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
+    return load_hf(directory, dtype, mask_token_id, mesh)
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
@@ -79,11 +81,11 @@ def exact_dtype(directory: Path) -> DType:
     return ModelFile.read(directory).config.param_dtype
 
 
-def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None) -> Model:
+def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:
     from wedlm_jax.checkpoint import ModelFile, load_params  # here, so that reading an HF directory imports no orbax
 
     declared = ModelFile.read(workdir)
-    config, params = load_params(workdir)
+    config, params = load_params(workdir, mesh=mesh)
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
     tokenizer = load_tokenizer(workdir / "tokenizer")
     if mask_token_id is None:

@@ -50,12 +50,16 @@ class StoredTensors:
         self.dtypes = {name: s.get_slice(name).get_dtype() for name, s in self._shards.items()}
 
     def read(self, name: str) -> np.ndarray:
+        return self.read_part(name, ())
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        """The part of a tensor that `part` cuts out, a slice for each of its first axes; no more of the file is read."""
         if self.dtypes[name] not in DTYPES:
             raise UserError(
                 f"{self.directory}: tensor {name} is stored as {self.dtypes[name]}; "
                 f"readable are {', '.join(DTYPES)} (quantised checkpoints are not implemented)"
             )
-        return self._shards[name].get_tensor(name)
+        return self._shards[name].get_slice(name)[part] if part else self._shards[name].get_tensor(name)
 
 
 class TensorToWrite(NamedTuple):

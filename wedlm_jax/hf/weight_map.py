@@ -45,6 +45,27 @@ class Row:
         order = [letters.index(axis) for axis in self.our_axes.replace(" ", "")]
         return tensor.reshape(_sizes(letters, config)).transpose(order)
 
+    def hf_part(self, part: tuple[slice, ...], config: ModelConfig) -> tuple[slice, ...]:
+        """Where in the stored tensor of one layer `part` lies, which has a slice for each of our axes.
+
+        Of axes that are stored as one (`NH`) only the first may be cut: then the part is one piece of the file's rows.
+        """
+        cuts = dict(zip(self.our_axes.replace(" ", ""), part, strict=True))
+        found = []
+        for axis in self.hf_axes.split():
+            inner = math.prod(_sizes(axis[1:], config))
+            assert all(
+                cuts[a].stop - cuts[a].start == n for a, n in zip(axis[1:], _sizes(axis[1:], config), strict=True)
+            )
+            found.append(slice(cuts[axis[0]].start * inner, cuts[axis[0]].stop * inner))
+        return tuple(found)
+
+    def part_from_hf(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+        """As `from_hf`, of a part whose axes of ours have these sizes."""
+        letters, ours = self.hf_axes.replace(" ", ""), self.our_axes.replace(" ", "")
+        size = dict(zip(ours, sizes, strict=True))
+        return tensor.reshape([size[axis] for axis in letters]).transpose([letters.index(axis) for axis in ours])
+
     def to_hf(self, array: np.ndarray, config: ModelConfig) -> np.ndarray:
         letters = self.our_axes.replace(" ", "")
         order = [letters.index(axis) for axis in self.hf_axes.replace(" ", "")]

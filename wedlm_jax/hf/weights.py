@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
+from wedlm_jax.hf.sharded import read_sharded, same_tensors
 from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
@@ -23,7 +25,7 @@ from wedlm_jax.model.parameters import transformer_from
 DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
 
 
-def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = None) -> Model:
+def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, mesh: Mesh | None = None) -> Model:
     """Loads an HF directory, or a hub id `owner/name` where no such local path exists.
 
     Args:
@@ -31,6 +33,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
       dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
         and float32 on CPU.
       mask_token_id: overrides config.json and tokenizer.
+      mesh: where the parameters are cut over; each device's part is read straight from the files.
 
     Raises:
       UserError: the directory is not complete, or holds what is not implemented; all tensor mismatches in one message.
@@ -42,7 +45,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
     tokenizer = load_tokenizer(directory)
     mask_token_id = resolve_mask_token_id(config, raw, file, tokenizer, mask_token_id)
     eos_token_ids = resolve_eos_token_ids(directory, raw, tokenizer)
-    transformer = transformer_from(config, read_params(directory, config))
+    transformer = transformer_from(config, read_params(directory, config, mesh=mesh))
     return Model(transformer, config, tokenizer, mask_token_id, eos_token_ids, directory)
 
 
@@ -86,13 +89,18 @@ def is_hub_id(path: str | Path) -> bool:
 
 
 def read_params(
-    directory: Path, config: ModelConfig, place: Callable[[str, np.ndarray], jax.Array] = lambda _, x: jnp.asarray(x)
+    directory: Path,
+    config: ModelConfig,
+    place: Callable[[str, np.ndarray], jax.Array] = lambda _, x: jnp.asarray(x),
+    mesh: Mesh | None = None,
 ) -> dict[str, jax.Array]:
     """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then `place` has it."""
     tensors = StoredTensors(directory)
     _require_match(tensors, config)
     if config.tie_word_embeddings and HEAD.hf in tensors.shapes:
         _require_same_head(tensors)
+    if mesh is not None:
+        return read_sharded(tensors, config, mesh)
     dtype = jnp.dtype(config.param_dtype)
     params = {}
     for row in rows(config):
@@ -129,7 +137,7 @@ def _require_match(tensors: StoredTensors, config: ModelConfig) -> None:
 
 
 def _require_same_head(tensors: StoredTensors) -> None:
-    if not np.array_equal(tensors.read(HEAD.hf), tensors.read(EMBEDDING.hf)):
+    if not same_tensors(tensors, HEAD.hf, EMBEDDING.hf):
         raise UserError(
             f"{tensors.directory}: config.json ties the head to the embedding, but {HEAD.hf} and {EMBEDDING.hf} differ; "
             "set tie_word_embeddings to false or remove the head"
