@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import resource
 import shutil
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
-from wedlm_jax.checkpoint import Checkpoints, ModelFile, differences, load_params, saved_steps
+from wedlm_jax.checkpoint import Checkpoints, ModelFile, differences, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -26,7 +28,7 @@ def saved(tmp_path_factory):
     with Checkpoints(workdir, keep=2) as checkpoints:
         for step in (1, 2, 3):
             state = add_one(state)
-            checkpoints.save(state, step, {"next_example": 10 * step})
+            checkpoints.save(state, step, {"next_example": [10 * step]}, {"skipped_in_row": 0})
         state = add_one(state)  # its buffers are donated: the save must have taken its own copy
     ModelFile(MODEL, mask_token_id=3, eos_token_ids=(2, 0)).write(workdir)
     return workdir
@@ -34,7 +36,8 @@ def saved(tmp_path_factory):
 
 def restore(workdir, abstract=ABSTRACT):
     with Checkpoints(workdir, keep=2) as checkpoints:
-        return checkpoints.restore(abstract)
+        _, state, data_state = checkpoints.restore(abstract)
+        return state, data_state
 
 
 def copy_of(saved, tmp_path):
@@ -45,7 +48,7 @@ def test_the_newest_checkpoint_comes_back_with_the_data_state(saved):
     state, data_state = restore(saved)
     assert all((np.asarray(x) == 3).all() for x in jax.tree.leaves(state))
     assert jax.tree.structure(state) == jax.tree.structure(fresh_state())
-    assert data_state == {"next_example": 30}
+    assert data_state == {"next_example": [30]}
 
 
 def test_only_the_last_ones_are_kept(saved):
@@ -97,15 +100,128 @@ def test_a_broken_model_file_is_named(saved, tmp_path):
         load_params(workdir)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves its other reads unawaited
-@pytest.mark.parametrize("item", ["params", "training"])
-def test_a_damaged_checkpoint_is_named(saved, tmp_path, item):
-    workdir = copy_of(saved, tmp_path)
-    for file in (workdir / "checkpoints" / "3" / item).rglob("*"):
+def cut(folder) -> None:
+    """Every file of any size ends early, as after a crash of the machine."""
+    for file in folder.rglob("*"):
         if file.is_file() and file.stat().st_size > 200:
             file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"checkpoints/3: the checkpoint cannot be read .* remove this folder"):
+
+
+damaged = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # orbax leaves other reads unawaited
+
+
+@damaged
+@pytest.mark.parametrize("damage", ["params", "training", "data", "metrics"])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(saved, tmp_path, capsys, damage):
+    """Nothing is moved or deleted meanwhile; without its metrics alone a checkpoint is whole."""
+    workdir = copy_of(saved, tmp_path)
+    newest = workdir / "checkpoints" / "3"
+    if damage in ("params", "training"):
+        cut(newest / damage)
+    else:
+        shutil.rmtree(newest / damage)
+    state, data_state = restore(workdir)
+    told = capsys.readouterr().err
+    if damage == "metrics":
+        assert (int(state.step), told) == (3, "")
+        return
+    assert (int(state.step), data_state) == (2, {"next_example": [20]})
+    assert told.count("\n") == 1
+    assert "warning: " in told and "checkpoints/3: the checkpoint cannot be read" in told and "from step 2" in told
+    assert saved_steps(workdir) == [2, 3]
+
+
+@damaged
+def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved, tmp_path, capsys):
+    """Steps before it as well; the damaged one is neither counted among those that are kept nor deleted before."""
+    workdir = copy_of(saved, tmp_path)
+    shutil.copytree(workdir / "checkpoints" / "3", workdir / "checkpoints" / "5")
+    cut(workdir / "checkpoints" / "5" / "params")
+    with Checkpoints(workdir, keep=1) as checkpoints:
+        step, state, data_state = checkpoints.restore(ABSTRACT)
+        assert step == 3
+        checkpoints.save(state, 4, data_state, {"skipped_in_row": 0})
+        checkpoints.wait()
+        assert saved_steps(workdir) == [4, 5]
+        checkpoints.save(state, 5, data_state, {"skipped_in_row": 0})
+    assert saved_steps(workdir) == [5]
+    capsys.readouterr()
+    state, _ = restore(workdir)
+    assert int(state.step) == 3 and capsys.readouterr().err == ""  # what was saved as step 5 is the state of step 3
+
+
+@damaged
+def test_where_no_checkpoint_can_be_read_nothing_starts_anew(saved, tmp_path):
+    workdir = copy_of(saved, tmp_path)
+    for step in ("2", "3"):
+        shutil.rmtree(workdir / "checkpoints" / step / "training")
+    with pytest.raises(
+        UserError, match=r"checkpoints/3: the checkpoint cannot be read .* remove .*checkpoints to start"
+    ):
         restore(workdir)
+    assert saved_steps(workdir) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "last", "kept"),
+    [
+        ({1: {}, 2: {}, 3: {}}, 2, {2, 3}),
+        ({1: {"loss": 0.5}, 2: {"loss": 0.1}, 3: {"loss": 0.4}, 4: {}}, 1, {2, 4}),
+        ({1: {"loss": 0.1}, 2: {"loss": 0.1}, 3: {"loss": float("nan")}}, 1, {1, 3}),
+        ({1: {"skipped_in_row": 0}, 2: {"skipped_in_row": 2}, 3: {"skipped_in_row": 4}}, 1, {1, 3}),
+        ({1: {"skipped_in_row": 0}, 2: {"skipped_in_row": 2}, 3: {"skipped_in_row": 0}}, 1, {3}),
+    ],
+)
+def test_the_best_and_the_last_finite_checkpoint_outlive_the_newest_ones(metrics, last, kept):
+    assert steps_to_keep(metrics, last=last, best_metric="loss") == kept
+
+
+def test_the_best_checkpoint_is_not_deleted_by_newer_ones(tmp_path):
+    state = fresh_state()
+    for steps in ([1, 2, 3], [4, 5]):  # a resumed run knows it too
+        with Checkpoints(tmp_path, keep=1, best_metric="validation_ar_loss") as checkpoints:
+            for step in steps:
+                checkpoints.save(state, step, {"next_example": [0]}, {"validation_ar_loss": abs(step - 2.0)})
+    assert saved_steps(tmp_path) == [2, 5]
+
+
+def full_disk(limit: int = 2000) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+def test_a_disk_that_is_full_is_told_and_the_earlier_checkpoint_is_kept(tmp_path):
+    """No file may grow past 2 kB, as a stand-in: the system refuses the write while orbax is at it."""
+    state = fresh_state()
+    with pytest.raises(UserError) as error, Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(state, 1, {"next_example": [1]}, {"skipped_in_row": 0})
+        checkpoints.wait()
+        full_disk()
+        try:
+            checkpoints.save(state, 2, {"next_example": [2]}, {"skipped_in_row": 0})
+            checkpoints.wait()
+        finally:
+            full_disk(resource.RLIM_INFINITY)
+    message = str(error.value)
+    assert "checkpoints/2: the checkpoint could not be written" in message and "step 1 is kept; make room" in message
+    assert "\n" not in message
+    assert saved_steps(tmp_path) == [1]
+    _, data_state = restore(tmp_path)
+    assert data_state == {"next_example": [1]}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="checkpoints: permission denied; nothing can be saved"):
+        Checkpoints(tmp_path, keep=1)
+
+
+def test_a_workdir_below_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="checkpoints: not a directory; nothing can be saved"):
+        Checkpoints(tmp_path / "file", keep=1)
 
 
 def test_a_checkpoint_that_was_not_finished_is_no_checkpoint(saved, tmp_path):

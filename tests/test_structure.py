@@ -16,16 +16,18 @@ LONGEST_FILE = 350  # lines; a longer one holds two concepts
 # A room (a folder or a module of the package) imports from the floors below its own.
 FLOORS = (
     {"errors", "host_memory", "version"},
-    {"config_tree", "lifeline"},
+    {"config_tree", "flags", "lifeline", "program_costs"},
     {"distributed"},
-    {"ops"},
+    {"ops", "preemption"},
     {"sharding"},
     {"model", "diffusion", "data"},
     {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
     {"pretrained"},
     {"evals", "study"},
     {"experiment"},
+    {"workdir"},
     {"__init__", "generate"},  # the public surface
+    {"ahead_of_time"},
     {"train", "evaluate", "convert", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

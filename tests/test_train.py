@@ -14,7 +14,7 @@ from wedlm_jax.checkpoint import load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import override
-from wedlm_jax.metrics import read_metrics
+from wedlm_jax.metrics import TIME_FIELDS, read_metrics
 from wedlm_jax.pretrained import load
 from wedlm_jax.train import main, train
 
@@ -53,7 +53,7 @@ def message_of(experiment, workdir) -> str:
 
 
 def lines_without_time(workdir) -> list[dict]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(workdir)]
+    return [{k: v for k, v in line.items() if k not in TIME_FIELDS} for line in read_metrics(workdir)]
 
 
 def test_a_run_leaves_a_workdir_that_load_reads(finished):
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_one_line(assignments, message, tmp_path):
 
 
 def test_init_from_another_shape_is_refused(finished, tmp_path):
-    experiment = with_overrides(f"init_from={finished}", "model.num_layers=3", "model.remat=true")
+    experiment = with_overrides(f"init_from={finished}", "model.num_layers=3", "model.remat=full")
     message = message_of(experiment, tmp_path)
     assert "num_layers: 2 -> 3" in message and "remat" not in message
 

@@ -39,7 +39,7 @@ EXPERIMENT = Experiment(
     tokenizer=TokenizerConfig(vocab_size=300),
     data=DataConfig(row_length=192, num_problems=50),
     objective=ObjectiveConfig(block_size=16),
-    train=TrainConfig(steps=6, batch_size=2, log_every=1, checkpoint_every=2),
+    train=TrainConfig(steps=6, batch_size=2, log_every=1, checkpoint_every=2, tensorboard=False),
 )
 
 

@@ -4,14 +4,17 @@ A workdir holds
   experiment.json   what is trained, for the refusal to resume another run into it
   model.json        {"config", "mask_token_id", "eos_token_ids"}: what `wedlm_jax.load` needs beside the parameters
   tokenizer/        tokenizer.json, tokenizer_config.json
-  checkpoints/STEP/ params, training (the rest of TrainState), data
+  checkpoints/STEP/ params, training (the rest of TrainState), data, metrics
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,69 +22,175 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 import pydantic
+from jax.sharding import Mesh
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params
+from wedlm_jax.model.parameters import init_params, param_axes
+from wedlm_jax.sharding import param_shardings
 from wedlm_jax.train_state import TrainState
 
 MODEL_FILE = "model.json"
+SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it that were not finite
 _FOLDER = "checkpoints"
 _ITEMS = ("params", "training", "data")
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every save in ten lines
+logging.getLogger("absl").setLevel(
+    logging.CRITICAL
+)  # orbax tells every save in ten lines, and a failed one in a hundred
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. Saving copies the state and goes on; the files are written behind the loop's back."""
+    """The checkpoints of one workdir. Saving copies the state and goes on; the files are written behind the loop's back.
 
-    def __init__(self, workdir: Path, *, keep: int):
+    Kept are the newest ones, the last one that was saved while updates were finite, and the one with the lowest
+    `best_metric`. A checkpoint that could not be read is neither counted nor deleted until its step is saved again.
+    """
+
+    def __init__(self, workdir: Path, *, keep: int, best_metric: str | None = None):
         self._folder = workdir.absolute() / _FOLDER
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
-
-    def save(self, state: TrainState, step: int, data_state: Mapping[str, Any]) -> None:
-        """Saves the state after `step` batches, with the data iterator as it stands before the next one is drawn."""
-        training = {name: value for name, value in _as_dict(state).items() if name != "params"}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(state.params),
-                training=ocp.args.StandardSave(training),
-                data=ocp.args.JsonSave(dict(data_state)),
-            ),
+        self._unreadable: set[int] = set()
+        self._saving: int | None = None
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=_Kept(keep, best_metric, self._unreadable),
+            best_fn=lambda metrics: 0.0,  # nobody asks; without it orbax keeps no metrics beside a checkpoint
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,  # what a killed run left half written
         )
+        try:
+            self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
+        except OSError as error:
+            raise UserError(
+                f"{self._folder}: {(error.strerror or str(error)).lower()}; nothing can be saved"
+            ) from error
 
-    @property
-    def newest(self) -> int | None:
-        return self._manager.latest_step()
+    def save(
+        self, state: TrainState, step: int, data_state: Mapping[str, Any], metrics: Mapping[str, float | None]
+    ) -> None:
+        """Saves the state after `step` batches, with the data iterator as it stands before the next one is drawn.
 
-    def restore(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """The newest checkpoint, placed as `abstract` says, and the data iterator's state.
+        Args:
+          metrics: by which checkpoints are kept: `skipped_in_row`, and what the validation of this very step measured.
 
         Raises:
-          UserError: the checkpoint is damaged or of another model.
+          UserError: this checkpoint, or the one before it, could not be written; the others are kept.
         """
+        training = {name: value for name, value in _as_dict(state).items() if name != "params"}
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(state.params),
+            training=ocp.args.StandardSave(training),
+            data=ocp.args.JsonSave(dict(data_state)),
+        )
+        self.wait()
+        self._saving = step
+        try:
+            if step in self._unreadable:
+                self._manager.delete(step)
+                self._unreadable.discard(step)
+            # Forced: without it nothing is saved before the step of an unreadable checkpoint.
+            self._manager.save(step, args=args, metrics=dict(metrics), force=True)
+        except Exception as error:
+            raise self._not_written(error) from error
+
+    def wait(self) -> None:
+        """Returns when what is being saved is on disk.
+
+        Raises:
+          UserError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:  # of the file system, through orbax and tensorstore
+            raise self._not_written(error) from error
+
+    def restore(self, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+        """The newest checkpoint that can be read: its step, the state placed as `abstract` says, the data iterator's state.
+
+        A newer one that cannot be read is told in a line on stderr. None where there is no checkpoint.
+
+        Raises:
+          UserError: there are checkpoints and none can be read: they are damaged or of another model.
+        """
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        failures: list[UserError] = []
+        for step in steps:
+            try:
+                restored = self._read(step, abstract)
+            except Exception as error:  # orbax and tensorstore raise many types for files that are not there or cut off
+                restored, failure = None, error
+            if any_process(restored is None):  # then nobody goes on from here
+                failures.append(_damaged(self._folder / str(step), failure if restored is None else "another process"))
+                continue
+            assert restored is not None
+            self._unreadable.update(newer for newer in steps if newer > step)
+            for failed in failures if is_main() else ():
+                print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
+            return step, TrainState(params=restored["params"], **restored["training"]), restored["data"]
+        if failures:
+            raise UserError(f"{failures[0]}; remove {self._folder} to start from the beginning")
+        return None
+
+    def _read(self, step: int, abstract: TrainState) -> Any:
         training = {name: value for name, value in _as_dict(abstract).items() if name != "params"}
         args = ocp.args.Composite(
             params=ocp.args.StandardRestore(abstract.params),
             training=ocp.args.StandardRestore(training),
             data=ocp.args.JsonRestore(),
         )
-        step = self.newest
-        try:
-            restored = self._manager.restore(step, args=args)
-        except Exception as error:  # orbax and tensorstore raise many types for files that are not there or cut off
-            raise _damaged(self._folder / str(step), error) from error
-        return TrainState(params=restored["params"], **restored["training"]), restored["data"]
+        return self._manager.restore(step, args=args)
+
+    def _not_written(self, error: Exception) -> UserError:
+        reason = " ".join(str(error).split())[:200]
+        others = [step for step in saved_steps(self._folder.parent) if step != self._saving]
+        kept = f"the checkpoint of step {others[-1]} is kept" if others else "there is no earlier one"
+        return UserError(
+            f"{self._folder / str(self._saving)}: the checkpoint could not be written ({type(error).__name__}: {reason}); "
+            f"{kept}; make room, then start the same command again"
+        )
 
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Waits for what is still being written, also where a run is stopped; raises what went wrong there."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # told above, or the run ends by another error
+                self._manager.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept(preservation_policy.PreservationPolicy):
+    """Which checkpoints stay when one is added."""
+
+    last: int
+    best_metric: str | None
+    unreadable: set[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        metrics = {info.step: info.metrics or {} for info in checkpoints if info.step not in self.unreadable}
+        kept = steps_to_keep(metrics, last=self.last, best_metric=self.best_metric) | self.unreadable
+        return [info.step in kept for info in checkpoints]
+
+
+def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_metric: str | None) -> set[int]:
+    """The newest `last` checkpoints, the last one saved while updates were finite, and the one with the lowest metric.
+
+    Args:
+      metrics: of each checkpoint, by step.
+      last: how many of the newest.
+      best_metric: a name in metrics; a checkpoint without it, or with one that is not finite, cannot be the best.
+    """
+    steps = sorted(metrics)
+    finite = [step for step in steps if not metrics[step].get(SKIPPED_IN_ROW)]
+    measured = {step: metrics[step].get(best_metric or "") for step in steps}
+    measured = {step: value for step, value in measured.items() if value is not None and math.isfinite(value)}
+    best = [min(measured, key=lambda step: (measured[step], step))] if measured else []
+    return {*steps[-last:], *finite[-1:], *best}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +215,10 @@ class ModelFile:
             raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
 
 
-def load_params(workdir: str | Path, step: int | None = None) -> tuple[ModelConfig, dict[str, jax.Array]]:
-    """The model config and the parameters by path of a workdir's checkpoint, on the first device.
+def load_params(
+    workdir: str | Path, step: int | None = None, mesh: Mesh | None = None
+) -> tuple[ModelConfig, dict[str, jax.Array]]:
+    """The model config and the parameters by path of a workdir's checkpoint, cut over `mesh` or on the first device.
 
     Args:
       workdir: where `wedlm_jax.train` ran.
@@ -124,18 +235,20 @@ def load_params(workdir: str | Path, step: int | None = None) -> tuple[ModelConf
     if step is not None and step not in steps:
         raise UserError(f"{workdir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(lambda: init_params(config, 0)),
-    )
+    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    if mesh is None:
+        shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    else:
+        shardings = param_shardings(mesh, param_axes(config), {name: x.shape for name, x in shapes.items()})
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in shapes.items()}
     folder = workdir.absolute() / _FOLDER
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(folder, options=options, item_names=_ITEMS) as manager:
         try:
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
         except Exception as error:  # as above
-            raise _damaged(folder / str(step), error) from error
+            damaged = _damaged(folder / str(step), error)
+            raise UserError(f"{damaged}; go on with its python -m wedlm_jax.train, which mends it") from error
     return config, restored["params"]
 
 
@@ -164,9 +277,6 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"{path}: the checkpoint cannot be read ({type(error).__name__}: {reason}); "
-        "remove this folder to go on from the one before it"
-    )
+def _damaged(path: Path, error: Exception | str) -> UserError:
+    reason = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return UserError(f"{path}: the checkpoint cannot be read ({reason})")

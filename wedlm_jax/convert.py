@@ -18,6 +18,7 @@ import tyro
 
 from wedlm_jax import pretrained
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.flags import parse
 from wedlm_jax.hf.config import Arch, read_json
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
@@ -124,7 +125,7 @@ def main() -> None:
         print(f"wedlm_jax {__version__}")
         return
     jax.config.update("jax_platforms", "cpu")  # float32 is float32 there, and no accelerator is needed or taken
-    convert(tyro.cli(Convert, prog="python -m wedlm_jax.convert", description=__doc__))
+    convert(parse(Convert, prog="python -m wedlm_jax.convert", description=__doc__))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,23 @@ class UserError(ValueError):
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a command: a `UserError` becomes `error: ...` on stderr and exit status 2, without a traceback."""
+    """Wraps a command: a `UserError`, or a file that the system refuses, becomes `error: ...` on stderr and exit status 2,
+    without a traceback."""
 
     @functools.wraps(main)
     def run() -> None:
         try:
             main()
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            sys.exit(2)
+            _exit(str(error))
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _exit(f"{error.filename}: {(error.strerror or str(error)).lower()}")
 
     return run
+
+
+def _exit(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -40,6 +40,7 @@ from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.flags import parse
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
@@ -258,7 +259,7 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(f"wedlm_jax {__version__}")
         return
-    args = tyro.cli(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")
     if args.exp is not None and args.model is None:

@@ -18,14 +18,18 @@ from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, 
 from wedlm_jax.diffusion.losses import LossWeights, Normalization, ar_loss_weights, loss_weights, wedlm_loss
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.flops import training_flops
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
-from wedlm_jax.sharding import replicated
+from wedlm_jax.sharding import batch_sharding, on_mesh, replicated
 from wedlm_jax.train_state import TrainState, state_shardings
 
 Params = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+# The MLM loss by the mask ratio of the block: mean cross-entropy of the masked tokens, gamma up to the number in the name.
+LOSS_BY_RATIO = ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00")
 
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
 jax.tree_util.register_dataclass(
@@ -73,7 +77,11 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     weights = loss_weights(streams, normalization=settings.objective.normalization)
     loss = functools.partial(wedlm_forward, settings=settings)
     gradients, metrics = accumulate(loss, state.params, (streams, weights), settings.micro_batches)
-    return update(state, gradients, metrics | row_metrics(batch), settings)
+    for name, masked in masked_by_ratio(streams).items():
+        count = jnp.sum(masked)
+        metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
+    loss_rows = jnp.sum(streams.labelled) + jnp.sum(streams.masked)
+    return update(state, gradients, metrics | row_metrics(batch, settings, streams=2, loss_rows=loss_rows), settings)
 
 
 def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:
@@ -99,23 +107,48 @@ def wedlm_forward(
     pattern = DualStream(streams.segment_ids, block_size, objective.in_block)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
     token_losses = transformer.token_losses(hidden, streams.targets)
-    return wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
+    loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
+    return loss, parts | sums_by_ratio(token_losses, streams)
+
+
+def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
+    """The cross-entropies [B, 2L] of the masked rows, summed by the mask ratio of their block."""
+    losses = token_losses[:, streams.segment_ids.shape[1] :]
+    return {name: jnp.sum(jnp.where(masked, losses, 0.0)) for name, masked in masked_by_ratio(streams).items()}
+
+
+def masked_by_ratio(streams: DualStreamBatch) -> Metrics:
+    """The masked rows of the prediction stream, bool [B, L], whose block has gamma in each quarter of (0, 1]."""
+    masked = streams.masked[:, streams.segment_ids.shape[1] :]
+    quarter = jnp.clip(jnp.ceil(4 * streams.mask_ratio).astype(jnp.int32) - 1, 0, 3)
+    return {name: masked & (quarter == number) for number, name in enumerate(LOSS_BY_RATIO)}
 
 
 def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the AR loss alone: plain next-token training of a base model."""
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
-    weights = ar_loss_weights(labelled)
+    loss = functools.partial(ar_forward, settings=settings)
+    parts = batch, targets, ar_loss_weights(labelled)
+    gradients, metrics = accumulate(loss, state.params, parts, settings.micro_batches)
+    rows = row_metrics(batch, settings, streams=1, loss_rows=jnp.sum(labelled))
+    return update(state, gradients, metrics | rows, settings)
 
-    def loss(params: Params, part: tuple[PackedBatch, jax.Array, jax.Array]) -> tuple[jax.Array, Metrics]:
-        batch, targets, weights = part
-        transformer = transformer_from(settings.model, params)
-        hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=Causal(batch.segment_ids))
-        ar_loss = jnp.sum(weights * transformer.token_losses(hidden, targets))
-        return ar_loss, {"ar_loss": ar_loss}
 
-    gradients, metrics = accumulate(loss, state.params, (batch, targets, weights), settings.micro_batches)
-    return update(state, gradients, metrics | row_metrics(batch), settings)
+def ar_forward(
+    params: Params, part: tuple[PackedBatch, jax.Array, jax.Array], *, settings: StepSettings
+) -> tuple[jax.Array, Metrics]:
+    """The share of the AR loss that these rows have: (batch, targets [B, L], weights [B, L])."""
+    batch, targets, weights = part
+    transformer = transformer_from(settings.model, params)
+    hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=Causal(batch.segment_ids))
+    ar_loss = jnp.sum(weights * transformer.token_losses(hidden, targets))
+    return ar_loss, {"ar_loss": ar_loss}
+
+
+def place(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
+    """A batch on the devices, each process giving its own rows."""
+    put = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
+    return PackedBatch(**{field.name: put(getattr(batch, field.name)) for field in dataclasses.fields(PackedBatch)})
 
 
 @functools.cache
@@ -123,8 +156,13 @@ def compile_step(
     step: Callable[..., tuple[TrainState, Metrics]], settings: StepSettings, mesh: Mesh
 ) -> Callable[[TrainState, PackedBatch], tuple[TrainState, Metrics]]:
     """`wedlm_step` or `ar_step`, jitted: the state is given away and comes back in the same place."""
+
+    def step_on_mesh(state: TrainState, batch: PackedBatch) -> tuple[TrainState, Metrics]:
+        with on_mesh(mesh):
+            return step(state, batch, settings=settings)
+
     return jax.jit(
-        functools.partial(step, settings=settings),
+        step_on_mesh,
         donate_argnums=0,
         out_shardings=(state_shardings(settings.model, settings.optimizer, mesh), replicated(mesh)),
     )
@@ -190,7 +228,20 @@ def update(
     return state, metrics
 
 
-def row_metrics(batch: PackedBatch) -> Metrics:
-    """Tokens of the batch that are not padding, and the share that is."""
-    tokens = jnp.sum(batch.segment_ids > 0)
-    return {"tokens": tokens, "padding_share": 1.0 - tokens / batch.segment_ids.size}
+def row_metrics(batch: PackedBatch, settings: StepSettings, *, streams: int, loss_rows: jax.Array) -> Metrics:
+    """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
+
+    Args:
+      streams: how often each token runs through the layers. Each stream is one causal attention over its documents.
+      loss_rows: rows whose logits a loss reads.
+    """
+    real = batch.segment_ids > 0
+    tokens = jnp.sum(real)
+    pairs = jnp.sum(jnp.where(real, batch.positions + 1.0, 0.0))
+    flops = training_flops(
+        settings.model,
+        rows=streams * tokens.astype(jnp.float32),
+        loss_rows=loss_rows.astype(jnp.float32),
+        attention_pairs=streams * pairs,
+    )
+    return {"tokens": tokens, "padding_share": 1.0 - tokens / batch.segment_ids.size, "useful_flops": flops}

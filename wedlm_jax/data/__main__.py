@@ -16,6 +16,7 @@ from wedlm_jax.data.split import Split
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.flags import parse
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer
 from wedlm_jax.hf.weights import is_hub_id
 from wedlm_jax.pretrained import is_workdir, locate
@@ -39,7 +40,7 @@ class Flags:
 
 @entry
 def main() -> None:
-    flags = tyro.cli(Flags, prog="python -m wedlm_jax.data")
+    flags = parse(Flags, prog="python -m wedlm_jax.data")
     if flags.exp is None:
         raise UserError("name an experiment: --exp NAME (python -m wedlm_jax.train --list shows them) or --exp FILE.py")
     if flags.samples < 0 or flags.documents < 1:

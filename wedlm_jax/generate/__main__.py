@@ -25,6 +25,7 @@ from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.flags import parse
 from wedlm_jax.version import __version__
 
 KINDS = {
@@ -182,9 +183,7 @@ def main() -> None:
     if "--version" in sys.argv[1:]:
         print(f"wedlm_jax {__version__}")
         return
-    generate(
-        tyro.cli(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:]))
-    )
+    generate(parse(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
 
 
 if __name__ == "__main__":

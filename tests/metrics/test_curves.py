@@ -1,0 +1,62 @@
+"""`python -m wedlm_jax.metrics`: the curves of one or several runs as a PNG."""
+
+import json
+import sys
+
+import pytest
+
+from wedlm_jax.metrics.__main__ import main
+from wedlm_jax.metrics.curves import draw_curves, points
+
+
+def logged(folder, *, validated: bool):
+    folder.mkdir()
+    lines = [
+        {"step": step, "loss": 3.0 / step, "ar_loss": None if step == 2 else 1.0 / step, "grad_norm": 1.0}
+        | ({"validation_ar_loss": 2.0 / step} if validated and step % 2 == 0 else {})
+        for step in range(1, 6)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return lines
+
+
+def run(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["metrics", *map(str, arguments)])
+    main()
+
+
+def test_the_curves_of_two_runs_are_drawn(tmp_path, monkeypatch, capsys):
+    for name in ("a", "b"):
+        logged(tmp_path / name, validated=name == "b")
+    out = tmp_path / "new" / "curves.png"
+    run(monkeypatch, tmp_path / "a", tmp_path / "b", "--out", out)
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert "loss, AR loss, held out dashed, gradient norm" in capsys.readouterr().out
+
+
+def test_a_panel_that_no_run_has_is_left_out(tmp_path):
+    lines = logged(tmp_path / "a", validated=False)
+    assert draw_curves({"a": lines}, tmp_path / "a.png") == ["loss", "AR loss, held out dashed", "gradient norm"]
+
+
+def test_a_number_that_was_not_finite_is_a_gap(tmp_path):
+    lines = logged(tmp_path / "a", validated=True)
+    steps, values = points(lines, "ar_loss")
+    assert steps == [1, 2, 3, 4, 5] and values[1] != values[1]
+    assert points(lines, "validation_ar_loss") == ([2, 4], [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: name at least one workdir"),
+        (["absent"], "error: absent/metrics.jsonl: no such file"),
+        (["absent", "--out", "curves.txt"], "error: --out curves.txt: name a .png file"),
+        (["absent", "--of", "x"], "error: Unrecognized options: --of"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run(monkeypatch, *arguments)
+    shown = capsys.readouterr().err
+    assert exit.value.code == 2 and message in shown and shown.count("\n") == 1

@@ -1,0 +1,75 @@
+"""How fast a run is and how long it still takes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from wedlm_jax.metrics import ProgressBar, Throughput, progress, throughput
+from wedlm_jax.metrics.throughput import peak_flops
+
+
+def clock(monkeypatch, module, *times: float) -> None:
+    now = iter(times)
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+
+
+def test_throughput_leaves_out_the_first_step(monkeypatch):
+    clock(monkeypatch, throughput, 10.0, 11.0, 12.0, 15.0)
+    rates = Throughput()
+    rates.add(1000)  # compiled: only starts the clock, at 10
+    assert rates.take() == {}
+    rates.add(300)
+    assert rates.take() == {"tokens_per_second": 150.0}  # 300 tokens from 10 to 12; a CPU has no datasheet peak
+    rates.add(600)
+    assert rates.take() == {"tokens_per_second": 200.0}  # 600 tokens from 12 to 15
+
+
+def test_mfu_is_useful_flops_over_the_peak_of_all_devices(monkeypatch):
+    clock(monkeypatch, throughput, 10.0, 12.0)
+    rates = Throughput(4, "TPU v5p")
+    rates.add(1, 1e15)
+    rates.add(100, 1836e12)
+    assert rates.take() == {"tokens_per_second": 50.0, "mfu": 0.5}
+
+
+def test_what_is_not_training_does_not_count(monkeypatch):
+    clock(monkeypatch, throughput, 10.0, 11.0, 18.0, 19.0)
+    rates = Throughput()
+    rates.add(1)
+    with rates.paused():  # from 11 to 18
+        pass
+    rates.add(100)
+    assert rates.take() == {"tokens_per_second": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5p", 459e12),
+        ("cpu", None),
+        ("NVIDIA T1000", None),
+    ],
+)
+def test_the_peak_is_that_of_the_device(kind, peak):
+    assert peak_flops(kind) == peak
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_shows_loss_rate_and_eta(terminal, monkeypatch):
+    clock(monkeypatch, progress, 100.0, 160.0)
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=120)
+    with ProgressBar("run", start_step=0, total_steps=100, console=console) as bar:
+        bar.show(1, None, None)
+        bar.show(61, 1.25, 1234.5, 0.421)  # a step a second, 39 to go
+    shown = out.getvalue()
+    for part in ("run", "61/100", "loss 1.2500", "tokens/s", "MFU 42.1 %", "0:39"):
+        assert part in shown
+    assert terminal or "loss not finite" in shown

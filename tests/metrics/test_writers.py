@@ -1,0 +1,134 @@
+"""Where metrics go: one line a step whatever happened to the run, valid JSON whatever the numbers, others when asked."""
+
+import json
+import os
+import struct
+import sys
+import types
+
+import jax.numpy as jnp
+import pytest
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.metrics import MetricsWriter, fetch, read_metrics
+
+
+def test_a_resumed_run_writes_no_step_twice_and_drops_half_a_line(tmp_path):
+    with MetricsWriter(tmp_path, start_step=0) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, {"loss": float(step)})
+            writer.write_sample(step, {"number": 0, "completion": str(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # killed here, two steps after the checkpoint
+    with MetricsWriter(tmp_path, start_step=2) as writer:
+        writer.write(3, {"loss": 30.0})
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    samples = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in samples] == [1, 2]
+
+
+def test_a_run_killed_while_it_drops_lines_has_them_still(tmp_path, monkeypatch):
+    MetricsWriter(tmp_path, start_step=0).write(1, {"loss": 1.0})
+
+    def killed(*paths):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        MetricsWriter(tmp_path, start_step=1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1]
+
+
+def test_a_step_is_on_disk_when_write_returns(tmp_path):
+    MetricsWriter(tmp_path, start_step=0).write(1, {"loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_null(tmp_path, number):
+    """Python alone would write NaN, which is no JSON."""
+    numbers = fetch({"loss": jnp.float32(number), "tokens": jnp.int32(7)})
+    assert numbers == {"loss": None, "tokens": 7}
+    MetricsWriter(tmp_path, start_step=0, tensorboard=True).write(1, numbers)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)["loss"] is None
+
+
+def test_fetched_metrics_are_json_numbers():
+    assert fetch({"loss": jnp.float32(0.5), "tokens": jnp.int32(7)}) == {"loss": 0.5, "tokens": 7}
+
+
+def test_no_metrics_is_a_clear_error(tmp_path):
+    with pytest.raises(UserError, match=r"metrics.jsonl: no such file"):
+        read_metrics(tmp_path)
+
+
+def test_a_broken_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: no JSON"):
+        read_metrics(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"absent/metrics.jsonl: cannot be written \(no such file or directory\)"):
+        MetricsWriter(tmp_path / "absent", start_step=0)
+
+
+def events(folder) -> list[bytes]:
+    """The records of TensorBoard's event files: length, its checksum, the event, its checksum."""
+    found = []
+    for file in sorted(folder.iterdir()):
+        content = file.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            found.append(content[12 : 12 + length])
+            content = content[16 + length :]
+    return found
+
+
+def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
+    with MetricsWriter(tmp_path, start_step=0, tensorboard=True) as writer:
+        writer.write(1, {"loss": 0.5, "grad_norm": 2.0, "mlm_loss": None})
+        writer.write_sample(1, {"number": 0, "completion": "it counts"})
+    written = b"".join(events(tmp_path / "tensorboard"))
+    assert b"loss" in written and b"grad_norm" in written and b"it counts" in written
+    assert b"mlm_loss" not in written
+
+
+def test_no_other_tracker_is_touched_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with MetricsWriter(tmp_path, start_step=0) as writer:
+        writer.write(1, {"loss": 0.5})
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_weights_and_biases_that_is_not_installed_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"train.wandb=mine needs the package wandb: pip install 'wedlm_jax\[wandb\]'"):
+        MetricsWriter(tmp_path, start_step=0, wandb="mine")
+
+
+def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, numbers, step):
+            calls.append((step, numbers))
+
+        def finish(self):
+            calls.append("finished")
+
+    def init(**arguments):
+        calls.append(arguments)
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    for step in (1, 2):
+        with MetricsWriter(tmp_path, start_step=step - 1, wandb="mine", name="run", config={"a": 1}) as writer:
+            writer.write(step, {"loss": 0.5, "mlm_loss": None})
+    first, second = calls[0], calls[3]
+    assert first == second and first["project"] == "mine" and first["name"] == "run" and first["resume"] == "allow"
+    assert calls[1:3] == [(1, {"loss": 0.5}), "finished"]

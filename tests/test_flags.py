@@ -1,0 +1,64 @@
+"""A bad flag of any command is one line that names it, with exit status 2."""
+
+import dataclasses
+import importlib
+import sys
+
+import pytest
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.flags import parse
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """Does nothing."""
+
+    number: int
+    """a number"""
+    name: str = "x"
+
+    def __post_init__(self) -> None:
+        if self.number > 9:
+            raise UserError(f"--number {self.number}: must be at most 9")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--number", "many"], "Error parsing --number: invalid literal for int() with base 10: 'many'"),
+        (["--number", "1", "--nmae", "y"], "Unrecognized options: --nmae, y"),
+        (["--number"], "Missing value for argument '--number'. Expected 1 values"),
+        ([], "Missing from command: --number INT a number (required)"),
+        (["--number", "10"], "--number 10: must be at most 9"),
+    ],
+)
+def test_a_bad_flag_is_one_line(args, message, capsys):
+    with pytest.raises(UserError) as error:
+        parse(Flags, prog="command", args=args)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_good_flags_are_read():
+    assert parse(Flags, prog="command", args=["--number", "3"]) == Flags(3)
+
+
+def test_the_help_is_shown_as_ever(capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse(Flags, prog="command", args=["--help"])
+    assert exit.value.code == 0
+    assert "a number" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "evaluate", "convert", "generate.__main__", "metrics.__main__", "data.__main__"]
+)
+def test_every_command_tells_a_bad_flag_in_one_line(command, monkeypatch, capsys):
+    main = importlib.import_module(f"wedlm_jax.{command}").main
+    monkeypatch.setattr(sys, "argv", [command, "--no-such-flag", "3"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    shown = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert shown.startswith("error: Unrecognized options: --no-such-flag") and shown.count("\n") == 1

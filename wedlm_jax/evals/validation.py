@@ -1,0 +1,164 @@
+"""A look at held-out data during training: losses of the same rows under the same masks each time, and a few completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.packing import PackedBatch
+from wedlm_jax.data.pipeline import DataConfig, batches
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.diffusion.dual_stream import next_token_targets
+from wedlm_jax.diffusion.losses import ar_loss_weights, loss_weights
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.metrics import fetch
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import transformer_from
+from wedlm_jax.sharding import on_mesh, replicated
+from wedlm_jax.train_step import (
+    LOSS_BY_RATIO,
+    Params,
+    StepSettings,
+    ar_forward,
+    corrupted_streams,
+    masked_by_ratio,
+    place,
+    wedlm_forward,
+)
+
+SEED = 0  # of the held-out rows and masks: one for all runs, so that their curves can be laid over each other
+PLAIN_TEXT_PROMPT = 0.25  # the share of a document that is its prompt where everything is learned
+
+
+class Validation:
+    """Held-out rows, drawn once.
+
+    Args:
+      data: the data section of the experiment.
+      evaluation: how samples are decoded.
+      settings: of the training step.
+      model: what belongs to the transformer: its tokenizer and special ids.
+      mesh: of the training.
+      rows: of a batch, over all processes.
+      num_batches: of the losses.
+      num_samples: completions.
+
+    Raises:
+      UserError: the data has no held-out split, or none that can be read.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        evaluation: EvaluationConfig,
+        settings: StepSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: tuple[int, ...],
+        mesh: Mesh,
+        *,
+        rows: int,
+        num_batches: int,
+        num_samples: int,
+    ):
+        self._settings = dataclasses.replace(settings, seed=SEED)
+        self._evaluation, self._tokenizer, self._eos_token_ids, self._mesh = evaluation, tokenizer, eos_token_ids, mesh
+        processes = jax.process_count()
+        data = dataclasses.replace(data, num_groups=processes, num_workers=0)
+        try:
+            stream = batches(
+                data, tokenizer, settings.objective.block_size, rows, SEED, "held_out", jax.process_index(), processes
+            )
+            drawn = [next(stream) for _ in range(num_batches)]
+        except UserError as error:
+            raise UserError(f"train.eval_every asks for held-out data: {error}") from error
+        self._batches = [place(batch, mesh) for batch in drawn]
+        room = settings.model.max_position_embeddings - evaluation.max_new_tokens
+        # One process alone decodes: a completion is not worth gathering the model for.
+        found = [prompt for batch in drawn for prompt in prompts(batch) if 0 < len(prompt) <= room]
+        self._prompts = found[:num_samples] if processes == 1 else []
+
+    def measure(self, params: Params, *, masks: bool) -> dict[str, float | int | None]:
+        """Losses in nats, `validation_ar_loss` and with `masks` also `validation_mlm_loss` and those by mask ratio.
+
+        Each is normalised as in training, batch by batch, and averaged over the batches; those by mask ratio are means
+        over all masked tokens of that ratio, None where there are none.
+        """
+        losses = _compiled(held_out_losses if masks else held_out_ar_loss, self._settings, self._mesh)
+        sums: Any = None
+        for number, batch in enumerate(self._batches):
+            part = losses(params, jnp.int32(number), batch)
+            sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
+        means, (by_ratio, counts) = sums
+        numbers = {name: value / len(self._batches) for name, value in means.items()}
+        numbers |= {name: by_ratio[name] / jnp.where(counts[name] > 0, counts[name], jnp.nan) for name in by_ratio}
+        return {f"validation_{name}": value for name, value in fetch(numbers).items()}
+
+    def samples(self, params: Params, *, masks: bool) -> list[dict[str, Any]]:
+        """Completions of the held-out prompts, by verified decoding once there are masks, by AR decoding before.
+
+        Returns:
+          {"number", "decoder", "prompt", "completion", "tokens_per_forward"} for each.
+        """
+        if not self._prompts:
+            return []
+        config = self._evaluation.verified if masks else self._evaluation.autoregressive
+        settings, tokenizer = self._settings, self._tokenizer
+        transformer = transformer_from(settings.model, params)
+        model = Model(transformer, settings.model, tokenizer, settings.mask_token_id, self._eos_token_ids)
+        completions = generate(model, self._prompts, config)
+        return [
+            {
+                "number": number,
+                "decoder": config.decoder,
+                "prompt": tokenizer.decode(prompt),
+                "completion": completion.text,
+                "tokens_per_forward": round(completion.stats.tokens_per_forward, 3),
+            }
+            for number, (prompt, completion) in enumerate(zip(self._prompts, completions, strict=True))
+        ]
+
+
+def prompts(batch: PackedBatch) -> list[list[int]]:
+    """The prompt of every document of packed rows: what comes before the first learned token, of plain text a quarter."""
+    found = []
+    for tokens, learned, segments in zip(batch.tokens, batch.loss_mask, batch.segment_ids, strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            inside = segments == segment
+            first = int(np.argmax(learned[inside])) or int(PLAIN_TEXT_PROMPT * inside.sum())
+            found.append(tokens[inside][:first].tolist())
+    return found
+
+
+def held_out_losses(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
+    """Both losses of batch `number`, which also keys its masks; then the sums by mask ratio, and of how many tokens."""
+    streams = corrupted_streams(number, batch, settings)
+    weights = loss_weights(streams, normalization=settings.objective.normalization)
+    _, parts = wedlm_forward(params, (streams, weights), settings=settings)
+    by_ratio = {name: parts.pop(name) for name in LOSS_BY_RATIO}
+    counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(streams).items()}
+    return parts, (by_ratio, counts)
+
+
+def held_out_ar_loss(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
+    """The AR loss alone, in the same form."""
+    targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
+    _, parts = ar_forward(params, (batch, targets, ar_loss_weights(labelled)), settings=settings)
+    return parts, ({}, {})
+
+
+@functools.cache
+def _compiled(losses: Callable[..., Any], settings: StepSettings, mesh: Mesh) -> Callable[..., Any]:
+    def run(params: Params, number: jax.Array, batch: PackedBatch) -> Any:
+        with on_mesh(mesh):
+            return losses(params, number, batch, settings=settings)
+
+    return jax.jit(run, out_shardings=replicated(mesh))

@@ -1,0 +1,52 @@
+"""Command-line flags: tyro reads them into a dataclass, and a bad one is told in one line as every other bad input is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import tyro
+
+from wedlm_jax.errors import UserError
+
+Flags = TypeVar("Flags")
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_FRAME = re.compile(r"[╭╮╰╯│─┌┐└┘]+")
+
+
+def parse(flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, **options: Any) -> Flags:
+    """The flags of a command.
+
+    Args:
+      flags: a dataclass; its fields are the flags.
+      prog: how the command is started, for the help.
+      args: the command line; that of the process if not given.
+      **options: of `tyro.cli`.
+
+    Raises:
+      UserError: a flag is unknown, missing or of the wrong type.
+    """
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(flags, prog=prog, args=args, **options)
+    except SystemExit as exit:
+        if exit.code in (None, 0):
+            raise
+        raise UserError(f"{_one_line(shown.getvalue())}; {prog} --help shows the flags") from None
+
+
+def _one_line(box: str) -> str:
+    """The message of tyro's box: without the frame, the title and what follows the ruler (where to find help)."""
+    lines = _ANSI.sub("", box).splitlines()
+    said: list[str] = []
+    for line in lines[1:]:  # the first holds the title
+        text = _FRAME.sub(" ", line).strip()
+        if not text and said:
+            break
+        said += text.split()
+    return " ".join(said).rstrip(".:")

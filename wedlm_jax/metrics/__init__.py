@@ -1,0 +1,7 @@
+"""Metrics of a run: where they are written, how fast it is, how long it still takes, and their curves."""
+
+from wedlm_jax.metrics.progress import ProgressBar
+from wedlm_jax.metrics.throughput import TIME_FIELDS, Throughput
+from wedlm_jax.metrics.writers import FILE, MetricsWriter, fetch, read_metrics
+
+__all__ = ["FILE", "TIME_FIELDS", "MetricsWriter", "ProgressBar", "Throughput", "fetch", "read_metrics"]

@@ -1,0 +1,80 @@
+"""The curves of one or several runs as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Lines = Sequence[Mapping[str, Any]]  # the logged steps of a run
+
+# Title -> metrics of a panel; the first is drawn solid, the others dashed, dotted, ...
+PANELS: dict[str, tuple[str, ...]] = {
+    "loss": ("loss",),
+    "AR loss, held out dashed": ("ar_loss", "validation_ar_loss"),
+    "MLM loss, held out dashed": ("mlm_loss", "validation_mlm_loss"),
+    "MLM loss by mask ratio (up to)": ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00"),
+    "gradient norm": ("grad_norm",),
+    "learning rate": ("learning_rate",),
+    "padding share": ("padding_share",),
+    "tokens per second": ("tokens_per_second",),
+    "MFU": ("mfu",),
+}
+_STYLES = ("-", "--", ":", "-.")
+_LOGARITHMIC = ("gradient norm",)
+
+
+def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
+    """Draws a panel for each group of metrics that some run has, a colour for each run.
+
+    Args:
+      runs: the logged steps by the name of the run.
+      out: the PNG.
+
+    Returns:
+      the titles of the panels.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = {
+        title: names
+        for title, names in PANELS.items()
+        if any(points(run, n)[0] for run in runs.values() for n in names)
+    }
+    columns = min(3, max(len(shown), 1))
+    rows = max(math.ceil(len(shown) / columns), 1)
+    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False, layout="constrained")
+    for axis in axes.flat[len(shown) :]:
+        axis.set_visible(False)
+    for axis, (title, names) in zip(axes.flat, shown.items(), strict=False):
+        for number, (label, run) in enumerate(runs.items()):
+            for name, style in zip(names, _STYLES, strict=False):
+                steps, values = points(run, name)
+                if steps:
+                    both = (
+                        f"{label} {name.rpartition('_')[2]}" if len(names) > 2 else label if name == names[0] else None
+                    )
+                    axis.plot(steps, values, style, color=f"C{number}", label=both, linewidth=1.2)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+        if title in _LOGARITHMIC:
+            axis.set_yscale("log")
+        if len(runs) > 1 or len(names) > 2:
+            axis.legend(fontsize=7)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=130)
+    plt.close(figure)
+    return list(shown)
+
+
+def points(run: Lines, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric, where it was measured; NaN, a gap in the curve, where it was not finite."""
+    pairs = [(line["step"], line[name]) for line in run if name in line]
+    values = [math.nan if value is None else value for _, value in pairs]
+    return ([step for step, _ in pairs], values) if any(map(math.isfinite, values)) else ([], [])

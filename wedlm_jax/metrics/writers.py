@@ -1,0 +1,171 @@
+"""Where metrics go: one JSON line a logged step always, TensorBoard and Weights & Biases beside it.
+
+A number that is not finite is written as `null`, which every reader of JSON takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from wedlm_jax.errors import UserError
+
+FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+Numbers = Mapping[str, float | int | None]
+
+
+class StepLines:
+    """A JSONL file of a run, an object with its `step` a line. A resumed run first drops the lines after its checkpoint:
+    it will write them again."""
+
+    def __init__(self, path: Path, *, start_step: int):
+        self._path = path
+        kept = "".join(f"{line}\n" for line in self._lines() if json.loads(line)["step"] <= start_step)
+        # At once or not at all: a run that is killed here has its lines still.
+        partial = path.with_name(f".{path.name}.partial")
+        with _told(path):
+            partial.write_text(kept, encoding="utf-8")
+            os.replace(partial, path)
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        """On disk when it returns."""
+        with _told(self._path):
+            self._file.write(json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        with _told(self._path):
+            self._file.close()
+
+    def _lines(self) -> list[str]:
+        """The complete lines; a killed run may have left half a line at the end."""
+        if not self._path.is_file():
+            return []
+        with _told(self._path):
+            *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
+        return lines
+
+
+class MetricsWriter:
+    """The metrics of a run, by step: `metrics.jsonl`, and what else is asked for.
+
+    Args:
+      workdir: of the run.
+      start_step: of the checkpoint that it goes on from; later lines are dropped.
+      tensorboard: also write event files.
+      wandb: also send to this project of Weights & Biases.
+      name: of the run there.
+      config: of the run there.
+
+    Raises:
+      UserError: a file cannot be written, or `wandb` is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        *,
+        start_step: int,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+    ):
+        self._lines = StepLines(workdir / FILE, start_step=start_step)
+        self._samples = StepLines(workdir / SAMPLES_FILE, start_step=start_step)
+        self._tensorboard = _tensorboard(workdir, start_step) if tensorboard else None
+        self._wandb = None if wandb is None else _wandb(wandb, name, workdir, config)
+
+    def write(self, step: int, metrics: Numbers) -> None:
+        self._lines.write(step, metrics)
+        numbers = {key: value for key, value in metrics.items() if value is not None}
+        if self._tensorboard is not None:
+            for key, value in numbers.items():
+                self._tensorboard.add_scalar(key, value, step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def write_sample(self, step: int, sample: Mapping[str, Any]) -> None:
+        """A completion, to `samples.jsonl` and TensorBoard's text."""
+        self._samples.write(step, sample)
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(f"sample {sample['number']}", str(sample["completion"]), step)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for sink in (self._lines, self._samples, self._tensorboard):
+            if sink is not None:
+                sink.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
+    """The logged steps of a workdir, in order; None stands for a number that was not finite.
+
+    Raises:
+      UserError: there is no such file, or a line of it is no JSON.
+    """
+    path = Path(workdir) / FILE
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
+    lines = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}:{number}: no JSON ({error.msg}); remove the line") from None
+    return lines
+
+
+def fetch(metrics: Mapping[str, jax.Array]) -> dict[str, float | int | None]:
+    """Device scalars as Python numbers, None for one that is not finite.
+
+    Waits for the step that made them, so ask for it after the next was dispatched.
+    """
+    numbers = {name: value.item() for name, value in sorted(jax.device_get(dict(metrics)).items())}
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Names the file in an error of the file system."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written ({reason}); the checkpoints are kept") from error
+
+
+def _tensorboard(workdir: Path, start_step: int) -> Any:
+    from tensorboardX import SummaryWriter  # here, because its import takes a second
+
+    return SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=start_step + 1)
+
+
+def _wandb(project: str, name: str | None, workdir: Path, config: Mapping[str, Any] | None) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise UserError(
+            f"train.wandb={project} needs the package wandb: pip install 'wedlm_jax[wandb]', or set train.wandb=none"
+        ) from None
+    # One workdir is one run there, also after it was resumed.
+    identity = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
+    return wandb.init(
+        project=project, name=name, id=identity, resume="allow", dir=str(workdir), config=dict(config or {})
+    )

@@ -1,0 +1,49 @@
+"""A run that is told to end: it finishes its step, saves and says so, with an exit status of its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+import jax
+
+from wedlm_jax.distributed import any_process
+
+EXIT_STATUS = 75  # "temporary failure; try again" of sysexits.h: the same command goes on from the saved step
+STEPS_BETWEEN_AGREEMENTS = 10  # with several processes: to agree costs a wait for the devices
+
+
+class Termination:
+    """Notes a SIGTERM, or the first Ctrl-C, instead of dying of it; a second one ends the process as ever.
+
+    Only while it is entered, and only in the main thread: signals go nowhere else.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None  # the name of the one that came to this process
+        self._before: dict[int, object] = {}
+
+    def asked(self, step: int) -> bool:
+        """Whether the run is to end after this step: the same answer in all processes, which must all ask."""
+        if jax.process_count() > 1 and step % STEPS_BETWEEN_AGREEMENTS:
+            return False
+        return any_process(self.signal is not None)
+
+    def __enter__(self) -> Termination:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number).name
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._before = {}

@@ -1,0 +1,109 @@
+"""What a run starts with: the model of `init_from`, the tokenizer, and both in its workdir, from which alone it resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from jax.sharding import Mesh
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.checkpoint import ModelFile, differences, saved_steps
+from wedlm_jax.data.pipeline import make_tokenizer
+from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
+from wedlm_jax.hf.weights import resolve_dtype
+from wedlm_jax.model.handle import Model
+from wedlm_jax.pretrained import load
+
+TOKENIZER_FOLDER = "tokenizer"
+
+
+def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
+    """Raises a `UserError` that names the fields in which the run in `workdir` differs."""
+    saved = Experiment.load(workdir)
+    if changed := differences(saved.to_dict(), experiment.to_dict(), FREE_TO_CHANGE):
+        raise UserError(
+            f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
+            f"choose another --workdir, or remove {workdir} to start again"
+        )
+
+
+def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
+    """The model of `init_from`, cut over `mesh`, in float32: so the optimizer has it, whatever it was stored as.
+
+    Raises:
+      UserError: there is none, or its shape is not that of the experiment's model.
+    """
+    path = str(experiment.init_from)
+    if not Path(path).exists() and Path(path).parent == Path("runs"):
+        raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {Path(path).name} makes it")
+    initial = load(path, dtype="float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
+    if not isinstance(experiment.model, ModelConfig):
+        chosen = {
+            name: value for name, value in vars(experiment.model or ModelOverrides()).items() if value is not None
+        }
+        initial.config = dataclasses.replace(initial.config, **{"dtype": resolve_dtype(None), **chosen})
+        return initial
+    shape, wanted = dataclasses.asdict(initial.config), dataclasses.asdict(experiment.model)
+    compute = [field.name for field in dataclasses.fields(ModelOverrides)]
+    if changed := differences(shape, wanted, compute):
+        raise UserError(f"init_from={path} is another model than model ({'; '.join(changed)}); set model to None")
+    initial.config = experiment.model
+    return initial
+
+
+def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path) -> None:
+    """Writes tokenizer, model.json and experiment.json.
+
+    Raises:
+      UserError: model, tokenizer and data do not fit each other, or nothing can be written there.
+    """
+    model = initial.config if initial is not None else experiment.model
+    assert isinstance(model, ModelConfig)  # Experiment sees to it
+    if experiment.data.row_length > model.max_position_embeddings:
+        raise UserError(
+            f"data.row_length={experiment.data.row_length} is past the model's context, "
+            f"max_position_embeddings={model.max_position_embeddings}"
+        )
+    folder = workdir / TOKENIZER_FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{folder}: {reason}; choose another --workdir") from error
+    tokenizer = _find_tokenizer(experiment, initial, folder)
+    if len(tokenizer) > model.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows"
+        )
+    mask_token_id = initial.mask_token_id if initial is not None else None
+    if mask_token_id is None:
+        mask_token_id = choose_mask_token_id(model, tokenizer, experiment.objective.mask_token_id)
+    end_ids = initial.eos_token_ids if initial is not None else ()
+    ModelFile(model, mask_token_id, end_ids or (tokenizer.eos_token_id,)).write(workdir)
+    (workdir / FILE).write_text(experiment.to_json())
+
+
+def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
+    return load_tokenizer(workdir / TOKENIZER_FOLDER)
+
+
+def progress_of(init_from: str | None) -> str:
+    """How far the run in a workdir has come, for all to see; nothing for a directory that is none."""
+    steps = saved_steps(str(init_from))
+    return f" (step {steps[-1]} of {Experiment.load(str(init_from)).train.steps})" if steps else ""
+
+
+def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that tokenizer.path names, else the one of init_from, else one trained on the data; kept in `folder`."""
+    if initial is None or experiment.tokenizer.path is not None:
+        tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
+        save_tokenizer(tokenizer, folder)
+        return tokenizer
+    if initial.tokenizer is None:
+        raise UserError(f"init_from={experiment.init_from} has no tokenizer; name the folder of one as tokenizer.path")
+    copy_tokenizer_files(initial.files, initial.tokenizer, folder)
+    return initial.tokenizer
