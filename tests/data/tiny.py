@@ -51,8 +51,10 @@ def chat_file(folder: Path, count: int = 40) -> Path:
     return write_lines(folder / "chat.jsonl", [chat(number, 1 + number % 3) for number in range(count)])
 
 
-def config_of(path: Path | str, source: str = "chat", **fields: Any) -> DataConfig:
-    defaults = dict(source=source, path=str(path), row_length=128, num_end_tokens=2, held_out_share=0.0)
+def config_of(path: Path | str | None, source: str = "chat", **fields: Any) -> DataConfig:
+    defaults = dict(
+        source=source, path=path if path is None else str(path), row_length=128, num_end_tokens=2, held_out_share=0.0
+    )
     return DataConfig(**defaults | fields)
 
 

@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 
@@ -63,6 +64,7 @@ class Reader:
                 initializer=_start_worker,
                 initargs=(self._documents,),
             )
+            weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
         return self._pool
 
 

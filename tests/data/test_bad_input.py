@@ -1,0 +1,295 @@
+"""Bad data, config and files: one line that names the place and the reason; under `skip`, all the rest survives."""
+
+import dataclasses
+import gzip
+import json
+import os
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.test_chat import NO_PROMPT, of_style
+from tests.data.tiny import chat, config_of, stream, tokenizer, write_lines
+from wedlm_jax.data.config import DataConfig, WeightedSource
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.examples import Example, check_mask
+from wedlm_jax.data.pipeline import PackedBatches
+from wedlm_jax.data.records import BadRecord
+from wedlm_jax.errors import UserError
+
+GOOD = [chat(number) for number in range(5)]
+USER = {"role": "user", "content": "the cat"}
+
+
+def one_line(caught):
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    return message
+
+
+def told(config, made=None):
+    """The one line that reading an epoch ends with."""
+    with pytest.raises(UserError) as caught:
+        documents = Documents(config, made or tokenizer(), 0, "train")
+        for index in range(documents.epoch):
+            documents[index]
+    return one_line(caught)
+
+
+def conversation(*messages):
+    return json.dumps({"messages": list(messages)})
+
+
+BAD_LINES = {
+    "broken JSON": ('{"messages": [', "broken JSON (Expecting value, column 15)"),
+    "a JSON array": ("[1,", "a JSON array is not JSONL, which has one object a line"),
+    "no object": ("3", "a JSON object is expected, with keys, and this is int"),
+    "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt is there (there are: dialog); name"),
+    "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
+    "a wrong type": ('{"messages": "hi"}', "messages is str, not a list of messages"),
+    "no message": (conversation("hi"), "message 0 is str, not an object with role and content"),
+    "an unknown role": (conversation({"role": "bot", "content": "x"}), "message 0: the role 'bot' is unknown; the roles are"),
+    "no role": (conversation({"content": "x"}), "message 0 has no role"),
+    "content that is no text": (
+        conversation(USER, {"role": "assistant", "content": ["x"]}), "message 1: content is list, not text",
+    ),
+    "no content": (conversation({"role": "user"}), "message 0: content is missing"),
+    "no reply": (conversation(USER), "the last message must be the assistant's; add its reply"),
+    "an empty reply": (conversation(USER, {"role": "assistant", "content": ""}), "message 1: the assistant's turn is empty"),
+    "a control token": (
+        conversation({"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}),
+        "message 0: the text holds the control token '<|im_end|>'",
+    ),
+    "tools": (
+        json.dumps({"messages": [USER, {"role": "assistant", "content": "x"}], "tools": "{"}),
+        "tools is text that is no JSON",
+    ),
+    "longer than a row": (
+        conversation(USER, {"role": "assistant", "content": "the " * 90}),
+        "tokens, and a row holds data.row_length=64; raise it, or shorten or remove the record",
+    ),
+    "not UTF-8": (b'{"messages": "\xff"}', "not UTF-8 (byte 14 of the line)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_LINES)
+def test_a_bad_line_is_told_with_file_line_and_reason_and_can_be_skipped(tmp_path, case):
+    """Under `skip` it is counted, and every other record arrives."""
+    line, reason = BAD_LINES[case]
+    path = write_lines(tmp_path / "chat.jsonl", GOOD)
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], line if isinstance(line, bytes) else line.encode(), *lines[2:]]))
+    config = config_of(path, row_length=64)
+    message = told(config)
+    assert message.startswith(f"{path}:3: ") and reason in message and "data.on_bad_record=skip" in message
+
+    skipping = dataclasses.replace(config, on_bad_record="skip")
+    documents = Documents(skipping, tokenizer(), 0, "train")
+    epoch = [documents[index] for index in range(6)]
+    assert [d.skipped for d in epoch if d.skipped] == [message.partition(" (data.on_bad_record")[0]]
+    assert sum(len(d.examples) for d in epoch) == 5
+    iterator = stream(skipping, batch_size=8)
+    next(iterator), next(iterator)
+    assert iterator.skipped_records >= 1 and iterator.get_state()["skipped_records"] == [iterator.skipped_records]
+
+
+def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", ["{"] * 5)
+    with pytest.raises(UserError, match="every record of the data is bad, the last: .*chat.jsonl:") as caught:
+        next(stream(config_of(path, on_bad_record="skip")))
+    one_line(caught)
+
+
+def test_a_split_without_documents_ends(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", GOOD)
+    with pytest.raises(UserError, match="no document of this split; a larger data.held_out_share"):
+        next(stream(config_of(path), split="held_out"))
+
+
+def test_what_was_handed_out_before_a_bad_record_stays_valid(tmp_path):
+    """The state is of the last good batch; with the record mended, the stream goes on from it."""
+    records = [chat(number) for number in range(24)]
+    bad, mended = ([*records[:7], record, *records[8:]] for record in ("{" + " " * 80, records[7]))
+    path = write_lines(tmp_path / "chat.jsonl", bad)
+    iterator, count = stream(config_of(path, row_length=64), batch_size=1, seed=5), 0
+    with pytest.raises(BadRecord):
+        for count in range(100):  # noqa: B007
+            next(iterator)
+    state = iterator.get_state()
+    assert count > 0
+    write_lines(path, mended)
+    whole, resumed = (stream(config_of(path, row_length=64), batch_size=1, seed=5) for _ in range(2))
+    for _ in range(count):
+        next(whole)
+    resumed.set_state(state)
+    np.testing.assert_array_equal(next(resumed).tokens, next(whole).tokens)
+
+
+def test_a_mask_without_a_loss_or_without_a_prompt_is_an_error(tmp_path):
+    tokens = np.array([5, 6], np.int32)
+    with pytest.raises(BadRecord, match="its loss mask is all zero"):
+        check_mask(Example(tokens, np.zeros(2, bool), 0), some_prompt=False)
+    path = write_lines(tmp_path / "chat.jsonl", GOOD)
+    assert f"{path}:" in (message := told(config_of(path), of_style(NO_PROMPT)))
+    assert "its loss mask is all one: no token of it is prompt" in message
+
+
+def gzip_cut(path):
+    path.write_bytes(gzip.compress(b'{"text": "the cat"}\n' * 2000)[:-20])
+
+
+def zstd_cut(path):
+    with pyarrow.CompressedOutputStream(pyarrow.OSFile(str(path), "wb"), "zstd") as file:
+        file.write(b'{"text": "the cat"}\n' * 2000)
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def saved(array):
+    return lambda path: np.save(path, array)
+
+
+FILES = {
+    "an empty file": ("chat.jsonl", "chat", lambda path: path.touch(), "the file is empty"),
+    "truncated gzip": ("a.jsonl.gz", "text", gzip_cut, "cannot be decompressed, it is cut off or damaged"),
+    "no gzip": ("a.jsonl.gz", "text", lambda path: path.write_text("{}"), "cannot be decompressed"),
+    "truncated zstd": ("a.jsonl.zst", "text", zstd_cut, "cannot be decompressed, it is cut off or damaged"),
+    "a text file that is not UTF-8": ("a.txt", "text", lambda path: path.write_bytes(b"ab\xff"), "a.txt: not UTF-8 (byte 2)"),
+    "an empty text": ("a.txt", "text", lambda path: path.touch(), "a.txt: the text is empty"),
+    "bad parquet": ("a.parquet", "parquet", lambda path: path.write_text("PAR1"), "cannot be read as parquet"),
+    "no array": ("a.npy", "tokens", lambda path: path.write_text("hello"), "no array of tokens in .npy format"),
+    "a pickled array": ("a.npy", "tokens", saved(np.array([{}], object)), "no array of tokens in .npy format"),
+    "floats": ("a.npy", "tokens", saved(np.ones(4)), "holds float64 (4,); whole numbers are expected"),
+    "three dimensions": ("a.npy", "tokens", saved(np.ones((1, 2, 3), int)), "whole numbers are expected, as [T] or [N, T]"),
+    "an empty array": ("a.npy", "tokens", saved(np.zeros(0, int)), "the array is empty"),
+    "another vocabulary": (
+        "a.npy", "tokens", saved(np.array([4, 151_643])),
+        "tokens from 0: token 151643 at place 1 is not one of the tokenizer's",
+    ),
+    "a token below zero": ("a.npy", "tokens", saved(np.array([[4], [-1]])), "row 1: token -1 at place 0 is not one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_bad_file_is_told_by_its_name(tmp_path, case):
+    name, source, write, message = FILES[case]
+    write(tmp_path / name)
+    found = told(config_of(tmp_path / name, source))
+    assert str(tmp_path / name) in found and message in found
+
+
+@pytest.mark.parametrize("case", ["an empty file", "truncated gzip", "bad parquet", "floats"])
+def test_a_file_that_cannot_be_read_at_all_is_no_record_to_skip(tmp_path, case):
+    name, source, write, message = FILES[case]
+    write(tmp_path / name)
+    assert message in told(config_of(tmp_path / name, source, on_bad_record="skip"))
+
+
+def test_missing_and_unreadable_places_are_told(tmp_path, monkeypatch):
+    assert (
+        told(config_of(tmp_path / "absent.jsonl")) == f"{tmp_path}/absent.jsonl: no such file or folder; set data.path"
+    )
+    assert "the folder holds no file that ends in .jsonl, .jsonl.gz" in told(config_of(tmp_path))
+    assert "no file fits the pattern" in told(config_of(tmp_path / "*.jsonl"))
+
+    def refused(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert told(config_of(tmp_path)) == f"{tmp_path}: the folder cannot be read (Permission denied)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_column": "body"}, "a.parquet: no column 'body' (there are: q, a)"),
+        ({}, "a.parquet: none of messages, conversations, text, prompt is there (there are: q, a)"),
+        ({"prompt_column": "q"}, "data.prompt_column and data.completion_column belong together"),
+        ({"prompt_column": "q", "completion_column": "b"}, "a.parquet: no column 'b'"),
+        ({"text_column": "q", "messages_column": "a"}, "data.text_column and data.messages_column are both set"),
+        ({"document_end_id": 3}, "data.document_end_id is set, but data.source=parquet does not read it"),
+    ],
+)
+def test_columns_that_are_not_there_are_told_when_the_table_is_opened(tmp_path, fields, message):
+    pyarrow.parquet.write_table(pyarrow.table({"q": ["x"], "a": ["y"]}), tmp_path / "a.parquet")
+    assert message in told(config_of(tmp_path / "a.parquet", "parquet", **fields))
+
+
+def test_a_table_with_a_missing_or_wrong_value_names_its_row(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "a.parquet")
+    assert "a.parquet: row 1: text is missing" in told(config_of(tmp_path / "a.parquet", "parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "a.parquet")
+    assert "a.parquet: row 0: text is int, not text" in told(config_of(tmp_path / "a.parquet", "parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    assert "a.parquet: has no rows" in told(config_of(tmp_path / "a.parquet", "parquet"))
+
+
+def part(**fields):
+    return WeightedSource(**{"source": "chat", "path": "x"} | fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DataConfig(source="mixture"), "data.source=mixture, but data.mixture is empty"),
+        (lambda: DataConfig(source="mixture", mixture=(part(weight=0.0),)), "weight=0.0 of chat must be above 0"),
+        (lambda: DataConfig(source="mixture", mixture=(part(weight=-1),)), "weight=-1 of chat must be above 0"),
+        (lambda: DataConfig(source="mixture", mixture=(part(weight=float("nan")),)), "weight=nan of chat must be above 0"),
+        (
+            lambda: DataConfig(source="mixture", mixture=(part(source="mixture", path=None),)),
+            "data.mixture[0] is a mixture itself",
+        ),
+        (lambda: DataConfig(source="mixture", mixture=(part(), part(path=None))), "data.mixture[1].source=chat needs"),
+        (lambda: DataConfig(source="mixture", path="x", mixture=(part(),)), "data.path is set, but data.source=mixture"),
+        (lambda: DataConfig(source="chat", path="x", mixture=(part(),)), "data.mixture is set, but data.source=chat"),
+        (lambda: DataConfig(source="chat"), "data.source=chat needs data.path"),
+        (lambda: DataConfig(source="text", path="x", messages_column="m"), "data.messages_column is set, but data.source=text"),
+        (lambda: DataConfig(source="chat", path="x", subset="m"), "data.subset is set, but data.source=chat"),
+        (lambda: DataConfig(held_out_share=0.1), "data.held_out_share is set, but quickstart_tasks holds out a fixed share"),
+        (lambda: DataConfig(held_out_share=1.0), "data.held_out_share=1.0 must be at least 0 and below 1"),
+        (lambda: DataConfig(num_groups=0), "data.num_groups=0 must be at least 1"),
+        (lambda: DataConfig(num_workers=-1), "data.num_workers=-1 must be at least 0"),
+    ],
+)  # fmt: skip
+def test_a_config_that_makes_no_sense_is_told(make, message):
+    with pytest.raises(UserError) as caught:
+        stream(make())
+    assert message in one_line(caught)
+
+
+def test_a_tfds_dataset_that_is_not_there_or_has_no_such_split(tmp_path):
+    from tests.data.test_sources import tfds_dataset
+
+    assert "no dataset of tfds, nor the directory of a prepared one" in told(config_of(tmp_path, "tfds"))
+    path = tfds_dataset(tmp_path)
+    message = told(config_of(path, "tfds", dataset_split="dev", text_column="q"))
+    assert "no split 'dev'; there are train, test" in message
+    assert "no column 'z'" in told(config_of(path, "tfds", text_column="z"))
+
+
+def test_hf_dataset_without_its_package_says_what_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert told(config_of("x", "hf_dataset")).endswith('pip install "wedlm_jax[datasets]"')
+
+
+def test_a_dead_worker_is_told(tmp_path, monkeypatch):
+    import concurrent.futures
+    from concurrent.futures.process import BrokenProcessPool
+
+    class Dead(concurrent.futures.Executor):
+        def __init__(self, *args, **kwargs): ...
+
+        def submit(self, *args):
+            future = concurrent.futures.Future()
+            future.set_exception(BrokenProcessPool())
+            return future
+
+    monkeypatch.setattr("wedlm_jax.data.reading.concurrent.futures.ProcessPoolExecutor", Dead)
+    path = write_lines(tmp_path / "chat.jsonl", GOOD)
+    iterator = stream(config_of(path, num_workers=1))
+    assert isinstance(iterator, PackedBatches)
+    with pytest.raises(UserError, match="a worker process of the data died .*data.num_workers=0") as caught:
+        next(iterator)
+    one_line(caught)

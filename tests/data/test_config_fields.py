@@ -1,0 +1,157 @@
+"""Every field of the data section changes something; a new one without a case here fails."""
+
+import dataclasses
+import itertools
+import sys
+import types
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from tests.data.test_sources import tfds_dataset
+from tests.data.tiny import chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from tests.tiny_training import EXPERIMENT
+from wedlm_jax.data.config import DataConfig, SourceConfig, WeightedSource
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.experiment import Experiment
+
+CHATS = [chat(number, 1 + number % 3) for number in range(30)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One of each kind of file; the two columns of a record hold different things."""
+    path = tmp_path_factory.mktemp("fields")
+    write_lines(path / "chat.jsonl", CHATS)
+    write_lines(path / "bad.jsonl", [*CHATS, "{"])
+    write_lines(path / "other.jsonl", [chat(number + 500) for number in range(30)])
+    write_lines(
+        path / "two.jsonl",
+        [
+            record | {"messages_2": chat(n + 500)["messages"], "p": "the", "c": sentence(n)}
+            for n, record in enumerate(CHATS)
+        ],
+    )
+    write_lines(path / "text.jsonl", [{"text": sentence(n), "body": sentence(n + 50)} for n in range(30)])
+    np.save(path / "tokens.npy", np.random.default_rng(0).integers(4, 40, 600))
+    rows = [{"p": sentence(n, 2), "c": sentence(n + 50, 2)} for n in range(10)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / "pairs.parquet")
+    tfds_dataset(path)
+    return path
+
+
+PAIR = {"prompt_column": "p", "completion_column": "c"}
+PART = {"source": "chat", "path": "chat.jsonl"}
+
+
+def mixture(*weights, **change):
+    """Of two files; `change` is of the second part."""
+    paths = ("chat.jsonl", "other.jsonl")
+    parts = [WeightedSource(**PART | {"path": path, "weight": w}) for path, w in zip(paths, weights, strict=True)]
+    return {"source": "mixture", "path": None, "mixture": (parts[0], dataclasses.replace(parts[1], **change))}
+
+
+# field -> the config without it and what is changed; the paths are in the folder above
+CHANGES = {
+    "source": ({"source": "text", "path": "text.jsonl"}, {"source": "chat", **PAIR, "path": "two.jsonl"}),
+    "path": (PART, {"path": "other.jsonl"}),
+    "dataset_split": ({"source": "tfds", "path": "pairs/1.0.0", "text_column": "q"}, {"dataset_split": "test"}),
+    "text_column": ({"source": "text", "path": "text.jsonl"}, {"text_column": "body"}),
+    "messages_column": (PART | {"path": "two.jsonl"}, {"messages_column": "messages_2"}),
+    "prompt_column": ({"source": "parquet", "path": "pairs.parquet", **PAIR}, {"prompt_column": "c"}),
+    "completion_column": ({"source": "parquet", "path": "pairs.parquet", **PAIR}, {"completion_column": "p"}),
+    "plain_prompt": ({"source": "parquet", "path": "pairs.parquet", **PAIR}, {"plain_prompt": True}),
+    "document_end_id": ({"source": "tokens", "path": "tokens.npy"}, {"document_end_id": 7}),
+    "mixture": (mixture(1, 1), mixture(1, 1, path="chat.jsonl")),
+    "weight": (mixture(1, 1), mixture(1, 3)),
+    "held_out_share": (PART, {"held_out_share": 0.3}),
+    "row_length": (PART, {"row_length": 256}),
+    "num_problems": ({"source": "quickstart_tasks", "held_out_share": None, "row_length": 256}, {"num_problems": 20}),
+    "num_end_tokens": (PART, {"num_end_tokens": 3}),
+    "end_token": ({"source": "text", "path": "text.jsonl"}, {"end_token": "<|im_start|>"}),
+    "loss_on_turns": (PART, {"loss_on_turns": "last"}),
+    "num_groups": (PART, {"num_groups": 2}),
+}
+ELSEWHERE = {
+    "subset": "test_subset_reaches_the_library",
+    "on_bad_record": "test_on_bad_record",
+    "num_workers": "test_num_workers",
+}
+
+
+def test_every_field_has_a_case():
+    fields = {field.name for cls in (SourceConfig, WeightedSource, DataConfig) for field in dataclasses.fields(cls)}
+    assert fields == CHANGES.keys() | ELSEWHERE.keys()
+    assert set(ELSEWHERE.values()) <= globals().keys()
+
+
+def placed(folder, fields):
+    """The paths under `folder`; those of a mixture too."""
+    fields = dict(fields)
+    if fields.get("path"):
+        fields["path"] = str(folder / fields["path"])
+    if "mixture" in fields:
+        fields["mixture"] = tuple(dataclasses.replace(p, path=str(folder / p.path)) for p in fields["mixture"])
+    return fields
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_changing_a_field_changes_the_batches(folder, field):
+    base, change = CHANGES[field]
+    defaults = {"row_length": 128, "num_problems": 100}
+    configs = [config_of(**{"path": None} | defaults | placed(folder, fields)) for fields in (base, base | change)]
+    found = [[digest(batch) for batch in itertools.islice(stream(config, batch_size=2), 3)] for config in configs]
+    assert found[0] != found[1]
+
+
+def test_on_bad_record(folder):
+    documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="skip"), tokenizer(), 0, "train")
+    assert len([i for i in range(31) if documents[i].skipped]) == 1
+    documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="error"), tokenizer(), 0, "train")
+    with pytest.raises(ValueError, match="bad.jsonl:31"):
+        [documents[i] for i in range(31)]
+
+
+def test_num_workers(folder, monkeypatch):
+    """The batches are the same by design, so what changes is who makes them."""
+    asked = []
+
+    class Pool:
+        def __init__(self, workers, **options):
+            asked.append((workers, options["mp_context"].get_start_method()))
+            raise RuntimeError("no more is needed")
+
+    monkeypatch.setattr("wedlm_jax.data.reading.concurrent.futures.ProcessPoolExecutor", Pool)
+    next(stream(config_of(folder / "chat.jsonl")))
+    assert asked == []
+    with pytest.raises(RuntimeError):
+        next(stream(config_of(folder / "chat.jsonl", num_workers=3)))
+    assert asked == [(3, "spawn")]
+
+
+def test_subset_reaches_the_library(monkeypatch):
+    """The library itself is an optional extra; here a stand-in of the same two functions."""
+
+    class Rows(list):
+        column_names = ("messages", "id")
+
+        def select_columns(self, names):
+            return Rows({name: row[name] for name in names} for row in self)
+
+    def load_dataset(path, name, split):
+        assert path == "owner/name"
+        return Rows(chat(n + 500 * (name == "small") + 900 * (split == "test")) | {"id": n} for n in range(10))
+
+    made = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=None, DatasetDict=dict)
+    monkeypatch.setitem(sys.modules, "datasets", made)
+    base = config_of("owner/name", "hf_dataset")
+    changed = [base, dataclasses.replace(base, subset="small"), dataclasses.replace(base, dataset_split="test")]
+    assert len({digest(next(stream(config))) for config in changed}) == 3
+
+
+def test_a_mixture_goes_through_the_experiment_file():
+    experiment = dataclasses.replace(EXPERIMENT, data=config_of(**mixture(1, 2), row_length=192))
+    assert experiment.data.parts[1].weight == 2
+    assert Experiment.from_json(experiment.to_json()) == experiment

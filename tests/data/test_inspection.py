@@ -1,0 +1,112 @@
+"""`python -m wedlm_jax.data`: the rows as they are, the right spans coloured, numbers that are those of the batches."""
+
+import dataclasses
+import io
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.data.tiny import BLOCK_SIZE, chat, config_of, sentence, stream, tokenizer, write_lines
+from tests.tiny_training import EXPERIMENT
+from wedlm_jax.data.__main__ import find_tokenizer, main
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.inspection import LEARNED, PAD, PROMPT, inspect, row_text, show
+from wedlm_jax.data.tokenizer import save_tokenizer
+from wedlm_jax.errors import UserError
+
+SHAPE = {"num_rows": 2, "row_length": 128, "block_size": BLOCK_SIZE, "pad_token_id": 0}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_lines(tmp_path / "chat.jsonl", [*(chat(number, 1 + number % 3) for number in range(20)), "{"])
+
+
+def run(monkeypatch, capsys, *arguments):
+    """Exit status, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["data", *map(str, arguments)])
+    status = 0
+    try:
+        main()
+    except SystemExit as exit:
+        status = exit.code
+    printed = capsys.readouterr()
+    return status, printed.out if status == 0 else printed.err
+
+
+def test_a_row_is_coloured_as_it_is_learned(path):
+    batch = next(stream(config_of(path, on_bad_record="skip"), batch_size=2))
+    text = row_text(batch, 0, tokenizer())
+    spans = dict.fromkeys((LEARNED, PROMPT), "")
+    for span in text.spans:
+        spans[str(span.style)] = spans.get(str(span.style), "") + text.plain[span.start : span.end]
+    for style, mask in ((LEARNED, batch.loss_mask[0]), (PROMPT, ~batch.loss_mask[0] & (batch.segment_ids[0] > 0))):
+        assert spans[style] == tokenizer().decode(batch.tokens[0][mask])
+    assert spans[PAD].count("|") == batch.segment_ids[0].max()
+    assert f"[{(batch.segment_ids[0] == 0)[::-1].cumprod().sum()} padding]" in spans[PAD]
+
+
+def test_the_numbers_are_those_of_the_batches(path):
+    documents = Documents(config_of(path, on_bad_record="skip"), tokenizer(), 0, "train")
+    found = inspect(documents, 1000, **SHAPE)
+    assert (found.documents, found.seen, len(found.skipped)) == (20, 21, 1) and "chat.jsonl:21" in found.skipped[0]
+    segments = np.concatenate([batch.segment_ids.ravel() for batch in found.batches])
+    learned = sum(int(batch.loss_mask.sum()) for batch in found.batches)
+    assert sum(found.lengths) == (segments > 0).sum() and len(found.lengths) == 20
+    assert found.padding == pytest.approx((segments == 0).mean())
+    assert found.learned == pytest.approx(learned / (segments > 0).sum())
+    assert inspect(documents, 5, **SHAPE).documents == 5
+
+    console = Console(file=io.StringIO(), width=100)
+    show(console, found, tokenizer(), samples=1)
+    printed = console.file.getvalue()
+    assert "row 0" in printed and "row 1" not in printed and "skipped records: 1" in printed
+    assert f"{found.padding:.1%}" in printed and f"{found.learned:.1%}" in printed
+    bars = [line.split() for line in printed.splitlines() if line.endswith("#") or "# " in line]
+    assert sum(int(bar[1]) for bar in bars) == 20
+
+
+def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, capsys):
+    save_tokenizer(tokenizer(), tmp_path / "tokenizer")
+    experiment = tmp_path / "tiny.py"
+    experiment.write_text(
+        "from wedlm_jax.experiment import *\n"
+        "def tiny():\n"
+        "    model = ModelConfig(vocab_size=320, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2,\n"
+        "                        num_kv_heads=1, head_dim=4)\n"
+        "    return Experiment(name='tiny', model=model, data=DataConfig(source='chat', row_length=128))\n"
+    )
+    run_with = ("--exp", experiment, f"data.path={path}", f"tokenizer.path={tmp_path / 'tokenizer'}")
+    status, printed = run(monkeypatch, capsys, *run_with, "data.on_bad_record=skip", "--samples", 1)
+    assert status == 0 and "skipped records: 1" in printed and "<|im_start|>assistant" in printed
+    status, printed = run(monkeypatch, capsys, *run_with)
+    assert status == 2 and printed.startswith(f"error: {path}:21: broken JSON")
+    status, printed = run(monkeypatch, capsys, "--exp", experiment, f"data.path={path}")
+    assert status == 2 and "name its folder as tokenizer.path" in printed
+    text = write_lines(tmp_path / "text.jsonl", [{"text": sentence(number)} for number in range(40)])
+    trained = ("--exp", experiment, "data.source=text", f"data.path={text}", "tokenizer.vocab_size=300")
+    assert "learned: 100.0% of the tokens" in run(monkeypatch, capsys, *trained)[1]
+    half = (*trained, "data.held_out_share=0.5")
+    shares = [run(monkeypatch, capsys, *half, "--split", split)[1] for split in ("train", "held_out")]
+    assert sum(int(printed.split("documents: ")[1].split()[0]) for printed in shares) == 40
+    for wrong, message in (([], "name an experiment"), ([*trained, "--documents", "0"], "--documents at least 1")):
+        status, printed = run(monkeypatch, capsys, *wrong)
+        assert status == 2 and message in printed
+
+
+def test_the_tokenizer_is_that_of_the_model_to_start_from(path, tmp_path):
+    """A workdir and a directory of a model; their weights are not read."""
+    for folder, file in ((tmp_path / "run", "model.json"), (tmp_path / "model", "config.json")):
+        save_tokenizer(tokenizer(), folder / "tokenizer" if file == "model.json" else folder)
+        (folder / file).write_text("{}")
+        experiment = dataclasses.replace(
+            EXPERIMENT, model=None, init_from=str(folder), data=config_of(path, row_length=192)
+        )
+        assert find_tokenizer(experiment).get_vocab() == tokenizer().get_vocab()
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer; name the folder of one as tokenizer.path"):
+        find_tokenizer(experiment)
+    with pytest.raises(UserError, match="absent: no such directory"):
+        find_tokenizer(dataclasses.replace(experiment, init_from=str(tmp_path / "absent")))
