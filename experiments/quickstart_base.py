@@ -17,7 +17,7 @@ from wedlm_jax.experiment import (
     TrainConfig,
 )
 
-STEPS = 1200
+STEPS = 1300
 
 
 def quickstart_base() -> Experiment:

@@ -152,8 +152,8 @@ def _counting(random: np.random.Generator) -> Problem:
 
 
 def _copying(random: np.random.Generator) -> Problem:
-    """3 to 9 different words in a random order; the short lists are learned first and teach the long ones."""
-    text = ", ".join(random.permutation(WORDS)[: _number(random, 3, 9)]) + "."
+    """3 to 8 different words in a random order; the short lists are learned first and teach the long ones."""
+    text = ", ".join(random.permutation(WORDS)[: _number(random, 3, 8)]) + "."
     return Problem("copying", f"Q: Repeat: {text} A:", f" {text}", text)
 
 
@@ -163,7 +163,7 @@ _DRAW: dict[str, Callable[[np.random.Generator], Problem]] = {
     "copying": _copying,
 }
 TASKS: tuple[str, ...] = tuple(_DRAW)
-MIXTURE = (0.45, 0.2, 0.35)  # share of the training problems, in the order of TASKS
+MIXTURE = (0.5, 0.22, 0.28)  # share of the training problems, in the order of TASKS
 
 
 def split_of(prompt: str) -> Split:
