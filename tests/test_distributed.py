@@ -1,0 +1,169 @@
+"""Several processes as one run: how each finds its place, and what is said where one is missing, wrong or gone."""
+
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+from wedlm_jax import distributed, lifeline
+from wedlm_jax.distributed import Place, all_gather, any_process, barrier, find_place, is_main
+from wedlm_jax.errors import UserError
+from wedlm_jax.lifeline import meet
+
+ALONE = {"TPU_SKIP_MDS_QUERY": "1"}  # as jax sets it where there is no TPU
+SECOND = {"WEDLM_COORDINATOR": "host0:1234", "WEDLM_NUM_PROCESSES": "2", "WEDLM_PROCESS_ID": "1"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[3-4]",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1",
+}
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        return here, server.accept()[0]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def test_three_variables_say_the_place():
+    assert find_place(ALONE | SECOND) == Place("host0:1234", 2, 1)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, SECOND | {"WEDLM_NUM_PROCESSES": "1", "WEDLM_PROCESS_ID": "0"}, SLURM | {"SLURM_NTASKS": "1"},
+     {"TPU_WORKER_HOSTNAMES": "localhost"}],
+)  # fmt: skip
+def test_a_single_process_has_no_place(environment):
+    assert find_place(ALONE | environment) is None
+
+
+def test_slurm_is_read_as_jax_reads_it(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    place = find_place(ALONE | SLURM)
+    assert place is not None and place.coordinator.startswith("node3:")
+    assert place[1:] == (16, 9, [1])  # one GPU for each process
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"WEDLM_PROCESS_ID": ""}, "WEDLM_PROCESS_ID is not; set all three"),
+        ({"WEDLM_PROCESS_ID": "2"}, "WEDLM_PROCESS_ID=2 must be below WEDLM_NUM_PROCESSES=2"),
+        ({"WEDLM_NUM_PROCESSES": "two"}, "WEDLM_NUM_PROCESSES=two is no whole number"),
+        ({"WEDLM_COORDINATOR": "host0"}, "WEDLM_COORDINATOR=host0 is not HOST:PORT"),
+    ],
+)
+def test_bad_variables_are_named(changed, message):
+    with pytest.raises(UserError) as error:
+        find_place(ALONE | SECOND | changed)
+    assert message in str(error.value)
+
+
+def test_a_cluster_that_does_not_answer_is_told(monkeypatch):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        UserError, match="set WEDLM_COORDINATOR, WEDLM_NUM_PROCESSES, WEDLM_PROCESS_ID for each process"
+    ):
+        find_place(ALONE | {"TPU_WORKER_HOSTNAMES": "a,b", "WEDLM_START_TIMEOUT": "1"})
+
+
+def test_a_process_alone_agrees_with_itself():
+    assert is_main()
+    assert any_process(True) is True and any_process(False) is False
+    np.testing.assert_array_equal(all_gather(np.array([3, 4])), [[3, 4]])
+    barrier("nothing to wait for")
+    with distributed.together():
+        pass
+
+
+def test_process_0_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="process 1 cannot reach process 0 at localhost"):
+        meet("localhost", free_port(), 1, 2, timeout=0.5)
+
+
+def test_a_process_that_does_not_come_is_named():
+    with pytest.raises(UserError, match="of 3 processes, 1, 2 did not come"):
+        meet("localhost", free_port(), 0, 3, timeout=0.5)
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on port {port}"):
+            meet("localhost", port, 0, 2, timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("count", "index", "message"),
+    [(3, 1, "process 1 counts 3 processes and process 0 2"), (2, 0, "two processes have the index 0")],
+)
+def test_a_process_of_another_run_is_named(count, index, message):
+    port, caller = free_port(), []
+
+    def call():
+        try:
+            lifeline._call("localhost", port, index, count, lifeline.time.monotonic() + 5)
+        except UserError as error:
+            caller.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    with pytest.raises(UserError, match=message):
+        meet("localhost", port, 0, 2, timeout=5)
+    thread.join()
+    assert "ended before all" in caller[0]
+
+
+def test_a_stranger_at_the_port_is_ignored():
+    port = free_port()
+    ends: dict[int, lifeline.Lifeline] = {}
+
+    def come(index: int):
+        ends[index] = meet("localhost", port, index, 2, timeout=10)
+
+    first = threading.Thread(target=come, args=(0,))
+    first.start()
+    for _ in range(100):
+        try:
+            with socket.create_connection(("localhost", port), timeout=1) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            break
+        except OSError:
+            lifeline.time.sleep(0.05)
+    second = threading.Thread(target=come, args=(1,))
+    second.start()
+    first.join(), second.join()
+    ends[0].finish(), ends[1].finish()  # or the watching threads would end this process
+
+
+def test_a_process_that_is_gone_ends_this_one_with_its_number(monkeypatch, capsys):
+    here, there = tcp_pair()
+    ended = threading.Event()
+    monkeypatch.setattr(lifeline.os, "_exit", lambda status: (ended.set(), threading.Event().wait()))
+    lifeline.Lifeline({1: here}, 0, 2)
+    there.close()
+    assert ended.wait(5)
+    assert "error: process 1 of 2 is gone" in capsys.readouterr().err
+
+
+def test_a_process_that_has_finished_is_not_missed(monkeypatch):
+    here, there = tcp_pair()
+    monkeypatch.setattr(lifeline.os, "_exit", lambda status: pytest.fail("ended for a process that was done"))
+    end = lifeline.Lifeline({1: here}, 0, 2)
+    lifeline.Lifeline({0: there}, 1, 2).finish()
+    there.close()
+    lifeline.time.sleep(0.2)
+    assert not end._finished

@@ -1,0 +1,91 @@
+"""FLOPs and collectives of a program: counted by hand against what is read, and nothing gathered whole that is cut up."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.tiny_training import MODEL, SETTINGS, packed_batch
+from wedlm_jax.program_costs import Collective, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
+from wedlm_jax.train_state import abstract_state
+from wedlm_jax.train_step import compile_step, wedlm_step
+
+TEXT = """HloModule example
+
+%cond (p: (s32[], f32[4])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(36), metadata={op_name="x"}
+  ROOT %lt = pred[] compare(%i, %bound), direction=LT
+}
+
+%all-reduce-scatter.1 (p: bf16[64,8]) -> bf16[16,8] {
+  %all-reduce.3 = bf16[64,8]{1,0} all-reduce(%p), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+%piece (p: bf16[2,8]) -> bf16[16,8] {
+  %all-gather.2 = bf16[16,8]{1,0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+}
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %all-gather.1 = bf16[16,8]{1,0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %f = bf16[16,8]{1,0} fusion(%p), kind=kCustom, calls=%piece
+  %start = (f32[4,2]{1,0}, f32[4,2]{1,0}, u32[], u32[]) collective-permute-start(%p), channel_id=2, source_target_pairs={{0,1}}
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %w = (s32[], f32[4]) while(%t), condition=%cond, body=%body
+  %r = bf16[16,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1
+  %s = (f32[8]{0}, f32[2]{0}) all-reduce(%a, %b), channel_id=4, replica_groups=mesh['x'=4,'y'=2] {'x'}, to_apply=%add
+  %d = f32[4,2]{1,0} collective-permute-done(%start)
+}
+"""
+
+
+def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
+    assert sorted(collectives(TEXT)) == [
+        Collective("all-gather", (16, 8), 256, 36, 8),
+        Collective("all-reduce", (8,), 40, 1, 4),
+        Collective("collective-permute", (4, 2), 32, 36, 2),
+        Collective("reduce-scatter", (64, 8), 256, 1, 4),
+    ]
+    assert traffic_by_kind(collectives(TEXT)) == {
+        "all-gather": 36 * 256 * 7 / 8,
+        "all-reduce": 2 * 40 * 3 / 4,
+        "collective-permute": 36 * 32,
+        "reduce-scatter": 256 * 3,
+    }
+
+
+def test_flops_count_every_run_of_a_loop_and_what_is_recomputed():
+    def loss(w, x):
+        layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), prevent_cse=False)
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)[0])
+
+    product = 2 * 4 * 8 * 8
+    w, x = jnp.ones((5, 8, 8)), jnp.ones((4, 8))
+    assert matmul_flops(jax.make_jaxpr(loss)(w, x).jaxpr) == 5 * product
+    assert matmul_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr) == 5 * 4 * product
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+def test_no_parameter_and_no_logits_are_gathered_whole():
+    """One layer at a time over fsdp is what is meant; all layers together, or the logits of all tokens, never are."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    state = abstract_state(MODEL, SETTINGS.optimizer, mesh)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)), packed_batch(rows=8)
+    )
+    lowered = compile_step(wedlm_step, dataclasses.replace(SETTINGS, seed=1), mesh).lower(state, batch)
+    found = collectives(lowered.compile().as_text())
+    assert {one.kind for one in found} >= {"all-gather", "all-reduce"}
+    layers, vocabulary = MODEL.num_layers, MODEL.vocab_size
+    sizes = {name: x.size // (layers if name.startswith("layers.") else 1) for name, x in state.params.items()}
+    whole = {x.shape for name, x in state.params.items() if x.size >= 1024}
+    for one in found:
+        if one.kind == "all-gather":
+            assert one.shape not in whole, f"{one} gathers a parameter whole"
+            assert vocabulary not in one.shape, f"{one} gathers along the vocabulary"
+            assert one.nbytes <= 4 * max(sizes.values()) // 2, (
+                f"{one} is larger than the tensor-cut part of any parameter"
+            )

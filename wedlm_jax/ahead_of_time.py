@@ -1,0 +1,201 @@
+"""`--compile-only v5p:4x4x4`: the real training step, compiled for a TPU slice that is not there.
+
+libtpu compiles without a TPU. What comes out is what the compiler says of memory, and a lower bound of the time from the
+chip's data sheet; neither is a measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from wedlm_jax.data.packing import PackedBatch
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import Experiment
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.program_costs import COLLECTIVES, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.sharding import batch_sharding, make_mesh
+from wedlm_jax.train_state import abstract_state
+from wedlm_jax.train_step import StepSettings, compile_step, wedlm_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The data sheet of one chip (cloud.google.com/tpu/docs/v5e, v5p, v6e; read in November 2026)."""
+
+    flops: float  # bfloat16 FLOP/s
+    hbm: float  # bytes
+    hbm_bandwidth: float  # bytes/s
+    ici_bandwidth: float  # bytes/s that it can send over all its links (the "Gbps" of the sheet / 8)
+
+
+CHIPS = {
+    "v5e": Chip(flops=197e12, hbm=16 * 2**30, hbm_bandwidth=819e9, ici_bandwidth=1600e9 / 8),
+    "v5p": Chip(flops=459e12, hbm=95 * 2**30, hbm_bandwidth=2765e9, ici_bandwidth=4800e9 / 8),
+    "v6e": Chip(flops=918e12, hbm=32 * 2**30, hbm_bandwidth=1640e9, ici_bandwidth=3200e9 / 8),
+}
+ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """One compiled step. Bytes and FLOPs are those of one chip."""
+
+    topology: str
+    chips: int
+    mesh: str
+    tokens: int  # of a global batch, padding included
+    arguments: int  # bytes: parameters, optimizer, batch
+    outputs: int
+    aliased: int  # outputs that take the place of arguments
+    temporaries: int
+    code: int
+    flops: float  # of matrix products, recomputation included, as if divided evenly
+    traffic: dict[str, float]  # bytes sent, by kind of collective
+    compile_seconds: float
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a step by each resource; all three may run at once, so the step takes at least the largest."""
+        chip = CHIPS[self.topology.partition(":")[0]]
+        # Each argument is read and each output written; what is gathered is written once and read once.
+        moved = self.arguments + self.outputs + 2 * self.traffic.get("all-gather", 0.0)
+        return {
+            "FLOPs": self.flops / chip.flops,
+            "HBM": moved / chip.hbm_bandwidth,
+            "ICI": sum(self.traffic.values()) / chip.ici_bandwidth,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The report for people, a line at a time."""
+        chip = CHIPS[self.topology.partition(":")[0]]
+        yield f"{self.topology}: {self.chips} chips as {self.mesh}; compiled ahead of time in {self.compile_seconds:.0f} s"
+        yield f"global batch         {self.tokens:,} tokens"
+        for name in ("arguments", "outputs", "aliased", "temporaries", "code"):
+            yield f"{name:<20} {_gigabytes(getattr(self, name))} a chip"
+        yield f"{'peak':<20} {_gigabytes(self.peak)} a chip, of {chip.hbm / 1e9:.0f} GB"
+        yield f"{'FLOPs':<20} {self.flops:.3e} a chip (matrix products, recomputation included)"
+        for kind in COLLECTIVES:
+            if kind in self.traffic:
+                yield f"{kind:<20} {_gigabytes(self.traffic[kind])} sent a chip"
+        bound = max(self.seconds, key=lambda name: self.seconds[name])
+        yield "least time           " + ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
+        yield f"a step takes at least {self.seconds[bound]:.3f} s ({bound}): a lower bound, not a measurement"
+
+
+def compile_only(experiment: Experiment, topology: str) -> StepReport:
+    """Compiles the experiment's step for a TPU slice; neither weights nor data need be there.
+
+    Args:
+      experiment: one whose `model` is given as a ModelConfig.
+      topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2; KIND is one of CHIPS or ALIASES.
+
+    Raises:
+      UserError: libtpu is missing, the topology is unknown, the mesh or the batch does not fit it, or the step does not
+        fit the memory of its chips.
+    """
+    topology = canonical(topology)
+    if not isinstance(experiment.model, ModelConfig):
+        raise UserError(
+            f"--compile-only reads no weights, and {experiment.name} has no model of its own; give model as a ModelConfig"
+        )
+    devices = _devices(topology)
+    mesh = make_mesh(experiment.mesh, devices)
+    config = experiment.train
+    parts = config.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.batch_size % parts:
+        raise UserError(
+            f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
+            f"x mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']}; make it a multiple"
+        )
+    settings = StepSettings(
+        model=experiment.model,
+        objective=experiment.objective,
+        optimizer=experiment.optimizer,
+        mask_token_id=experiment.objective.mask_token_id or 0,
+        total_steps=config.steps,
+        seed=config.seed,
+        micro_batches=config.micro_batches,
+    )
+    shape, sharding = (config.batch_size, experiment.data.row_length), batch_sharding(mesh)
+    batch = PackedBatch(
+        **{
+            field.name: jax.ShapeDtypeStruct(shape, bool if field.name == "loss_mask" else jnp.int32, sharding=sharding)
+            for field in dataclasses.fields(PackedBatch)
+        }
+    )
+    start = time.monotonic()
+    traced = compile_step(wedlm_step, settings, mesh).trace(  # type: ignore[attr-defined]
+        abstract_state(settings.model, settings.optimizer, mesh), batch
+    )
+    try:
+        compiled = traced.lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        used = re.search(r"Used ([\d.]+\w+) of ([\d.]+\w+) hbm", str(error))
+        need = f"needs {used[1]} of the {used[2]} of a chip" if used else str(error).partition("\n")[0]
+        raise UserError(
+            f"{experiment.name} does not fit {topology}: it {need}; "
+            "set model.remat=full, raise train.micro_batches or mesh.fsdp, or take a larger slice"
+        ) from None
+    memory = compiled.memory_analysis()
+    return StepReport(
+        topology=topology,
+        chips=mesh.size,
+        mesh=" x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
+        tokens=shape[0] * shape[1],
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        flops=matmul_flops(traced.jaxpr.jaxpr) / mesh.size,
+        traffic=traffic_by_kind(collectives(compiled.as_text())),
+        compile_seconds=time.monotonic() - start,
+    )
+
+
+def canonical(topology: str) -> str:
+    """KIND:SHAPE with the alias of KIND resolved.
+
+    Raises:
+      UserError: it is not of this form, or of a kind that is not known.
+    """
+    kind, _, shape = topology.partition(":")
+    kind = ALIASES.get(kind, kind)
+    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        known = ", ".join([*CHIPS, *ALIASES])
+        raise UserError(
+            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, with KIND of {known}"
+        )
+    return f"{kind}:{shape}"
+
+
+def _devices(topology: str) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise UserError(
+            "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
+            "(it needs no TPU)"
+        )
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except Exception as error:  # libtpu raises several types for shapes that no slice has
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"topology {topology}: libtpu knows no such slice ({reason})") from None
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:10.3f} GB"

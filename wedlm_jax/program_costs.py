@@ -1,0 +1,142 @@
+"""What a program costs: FLOPs of its products, counted as it is traced, and bytes of its collectives, read from its
+compiled text. The compiler's own figures count the body of a loop once; here it counts as often as it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jax.extend import core
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+_CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_CHANNEL = re.compile(r"channel_id=(\d+)")
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+def matmul_flops(jaxpr: core.Jaxpr) -> int:
+    """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += times * sum(matmul_flops(inner) for inner in _inner(equation.params))
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, core.Jaxpr):
+                yield item
+
+
+class Collective(NamedTuple):
+    """One collective of a compiled program."""
+
+    kind: str  # of COLLECTIVES
+    shape: tuple[int, ...]  # of the largest array in its result, on one device
+    nbytes: int  # of that array
+    times: int  # that it runs
+    group: int  # devices that take part in one
+
+    @property
+    def traffic(self) -> float:
+        """The least bytes that a device sends in one run, by the ring algorithms."""
+        share = (self.group - 1) / self.group
+        factor = {
+            "all-gather": share,
+            "all-reduce": 2 * share,
+            "reduce-scatter": self.group - 1,  # the result is the small side
+            "all-to-all": share,
+            "collective-permute": 1.0,
+        }
+        return self.nbytes * factor[self.kind]
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program (`compiled.as_text()`)."""
+    lines: dict[str, list[str]] = {}
+    entry = name = ""
+    for line in text.splitlines():
+        if start := _COMPUTATION.match(line):
+            name = start[2]
+            lines[name] = []
+            entry = name if start[1] else entry
+        elif name:
+            lines[name].append(line)
+    times: Counter[str] = Counter()
+    pending = [(entry, 1)]
+    while pending:
+        name, runs = pending.pop()
+        times[name] += runs
+        for line in lines.get(name, ()):
+            trips = _trips(lines, line) if " while(" in line else 1
+            pending += [(called, runs * trips) for called in _CALLED.findall(line)]
+    # What runs beside the products is cut into pieces that all name the same channel: they are one collective.
+    by_channel: dict[str, Collective] = {}
+    for name, body in lines.items():
+        for line in body if times[name] else ():
+            if (one := _collective(line, scattered="all-reduce-scatter" in name)) is not None:
+                channel = _CHANNEL.search(line)
+                key = channel[1] if channel else f"{name}: {line}"
+                one = one._replace(times=times[name])
+                by_channel[key] = max(one, by_channel.get(key, one), key=lambda x: x.times * x.traffic)
+    return list(by_channel.values())
+
+
+def _trips(lines: dict[str, list[str]], loop: str) -> int:
+    """How often a loop runs: the bound in its condition, which counts from 0."""
+    condition = _CONDITION.search(loop)
+    bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", "\n".join(lines.get(condition[1], ()) if condition else ()))
+    return max(map(int, bounds), default=1)
+
+
+def traffic_by_kind(found: list[Collective]) -> dict[str, float]:
+    """Bytes that one device sends, by kind of collective."""
+    total: Counter[str] = Counter()
+    for one in found:
+        total[one.kind] += one.times * one.traffic  # type: ignore[assignment]
+    return dict(total)
+
+
+def _collective(line: str, scattered: bool) -> Collective | None:
+    """The collective of a line; `scattered`: of an all-reduce whose result is cut up at once only the half is sent."""
+    match = _COLLECTIVE.search(line)
+    if match is None:
+        return None
+    arrays = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(match[1])]
+    sized = [(math.prod(shape) * _BYTES.get(dtype, 4), shape) for dtype, shape in arrays]
+    # A collective over several arrays sums over them; the result of `-start` lists operands before results, then scalars.
+    if match[3]:
+        sized = [(size, shape) for size, shape in sized if shape]
+        sized = sized[len(sized) // 2 :] if len(sized) > 1 else sized
+    nbytes = sum(size for size, _ in sized)
+    group = _group_size(line)
+    if scattered and match[2] == "all-reduce":
+        return Collective("reduce-scatter", max(sized)[1], nbytes // group, 1, group)
+    return Collective(match[2], max(sized)[1], nbytes, 1, group)
+
+
+def _group_size(line: str) -> int:
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return listed[1].count(",") + 1
+    if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(iota[1])
+    if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", mesh[2]))
+    return 2  # a permutation goes to one other device
