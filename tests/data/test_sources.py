@@ -163,7 +163,7 @@ def tfds_dataset(folder, name="pairs", file_format="array_record"):
     """Prepared by the library's own writer, which needs neither TensorFlow nor the network."""
     import tensorflow_datasets as tfds
 
-    class Builder(tfds.core.GeneratorBasedBuilder):
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
         code_path = None  # of a test, where there are no checksums of downloads
 
@@ -187,12 +187,16 @@ def tfds_dataset(folder, name="pairs", file_format="array_record"):
     return folder / name / "1.0.0"
 
 
-def test_a_prepared_tfds_dataset_without_tensorflow(tmp_path):
+def test_a_prepared_tfds_dataset_by_directory_and_by_name_without_tensorflow(tmp_path):
+    import tensorflow_datasets as tfds
+
     path = tfds_dataset(tmp_path)
     pair = {"prompt_column": "q", "completion_column": "a"}
     assert epoch(config_of(path, "tfds", **pair)) == chat_texts(CHATS[:5])
     assert epoch(config_of(path, "tfds", messages_column="turns")) == chat_texts(CHATS[:5])
     assert epoch(config_of(path, "tfds", dataset_split="test", **pair)) == chat_texts(CHATS[5:])
+    tfds.core.add_data_dir(tmp_path)
+    assert epoch(config_of("pairs:1.0.0", "tfds", **pair)) == chat_texts(CHATS[:5])
     assert importlib.util.find_spec("tensorflow") is None
 
 
