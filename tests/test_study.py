@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from wedlm_jax import train
 from wedlm_jax.errors import UserError
 from wedlm_jax.study import Measure, Stage, Study, run_study
 
@@ -100,3 +101,11 @@ def test_a_study_of_nothing_is_refused(missing):
     given = {"arms": {"a": (BASE,)}, "measures": MEASURES, "seeds": (0,)} | missing
     with pytest.raises(UserError, match="study s: needs arms"):
         Study("s", **given)
+
+
+def test_train_runs_a_study_by_name(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(train, "run_study", lambda study, workdir: ran.append((study.name, workdir)))
+    monkeypatch.setattr("sys.argv", ["train", "--exp", "ablations", "--workdir", str(tmp_path)])
+    train.main()
+    assert ran == [("ablations", tmp_path)]

@@ -17,7 +17,7 @@ from wedlm_jax.data.pipeline import PackedBatches, batches
 from wedlm_jax.distributed import all_gather, barrier, is_main, together
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.validation import Validation
-from wedlm_jax.experiment import Experiment, TrainConfig, list_experiments, load_experiment
+from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
 from wedlm_jax.flags import parse
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics.profile import traced
@@ -25,6 +25,7 @@ from wedlm_jax.metrics.report import Report
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
 from wedlm_jax.sharding import make_mesh
+from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import StepSettings, ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import load_initial, prepare_workdir, progress_of, refuse_another_experiment, tokenizer_of
@@ -64,7 +65,11 @@ def main() -> None:
     elif flags.exp is None:
         raise UserError("name an experiment: --exp NAME (--list shows them) or --exp FILE.py")
     else:
-        experiment = load_experiment(flags.exp, flags.overrides)
+        experiment = load_named(flags.exp, flags.overrides)
+        if isinstance(experiment, Study):
+            run_study(experiment, flags.workdir or experiment.workdir)
+            return
+        experiment.require_model()
         if flags.print_config:
             print(experiment.to_json(), end="")
             return

@@ -1,0 +1,76 @@
+"""The notebooks run from top to bottom, with a tiny model in the place of Qwen3."""
+
+import copy
+import dataclasses
+import json
+import re
+import runpy
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import save
+
+FOLDER = Path(__file__).parents[1] / "launch" / "notebooks"
+TINY = {"CONVERSATIONS": 60, "STEPS": 2, "ROWS": 8, "ROW_LENGTH": 128, "NEW_TOKENS": 4}
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def code_cells(name: str) -> list[dict]:
+    return [cell for cell in json.loads((FOLDER / name).read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def tags(cell: dict) -> list[str]:
+    return cell["metadata"].get("tags", [])
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    model = dataclasses.replace(tiny_model(), tokenizer=copy.deepcopy(tiny_model().tokenizer))
+    model.tokenizer.chat_template = CHATML
+    save(model, tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_every_cell_of_the_colab_notebook_runs(chat_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    pictures = []
+    display = types.SimpleNamespace(Image=lambda path: pictures.append(Path(path).read_bytes()))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    names: dict = {}
+    for cell in code_cells("colab.ipynb"):
+        if "install" in tags(cell):
+            continue
+        lines = "".join(cell["source"]).splitlines()
+        commands = [line.removeprefix("!") for line in lines if line.startswith("!")]
+        exec("\n".join(line for line in lines if not line.startswith("!")), names)
+        if "parameters" in tags(cell):
+            assert names.keys() >= TINY.keys()
+            names |= TINY | {"MODEL": chat_model, "ARCH": "qwen3"}
+        for command in commands:
+            python, dash_m, module, *arguments = shlex.split(command.format(**names))
+            assert (python, dash_m) == ("python", "-m")
+            monkeypatch.setattr(sys, "argv", [module, *arguments])
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert names["forwards"]["ar"] == 1.0 and names["forwards"].keys() == {"ar", "verified", "streaming"}
+    assert pictures[0].startswith(b"\x89PNG")
+    assert (tmp_path / "export" / "model.safetensors").is_file()
+    assert re.search(r"verified: \d", capsys.readouterr().out)
+
+
+def test_the_notebook_for_tpus_is_the_same_but_for_installation_and_sizes():
+    colab, tpu = ([c["source"] for c in code_cells(n) if not tags(c)] for n in ("colab.ipynb", "tpu_vm.ipynb"))
+    assert colab == tpu
+
+
+@pytest.mark.parametrize("name", ["colab.ipynb", "tpu_vm.ipynb"])
+def test_notebooks_hold_no_output_and_say_what_was_run(name):
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(name))
+    assert "Not run by us on this hardware" in (FOLDER / name).read_text()

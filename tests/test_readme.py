@@ -1,0 +1,48 @@
+"""Every recipe of the README runs as it stands there, with a tiny model and a few steps."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_notebooks import chat_model  # noqa: F401  a fixture
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+RECIPES = README.partition("\n## Recipes\n")[2].partition("\n## ")[0]
+BLOCKS = re.findall(r"```bash\n(.*?)```", RECIPES, flags=re.DOTALL)
+TINY = {
+    "wedlm_jax.train": ("train.steps=2", "train.batch_size=8", "train.eval_every=0", "data.row_length=128"),
+    "wedlm_jax.data": ("data.row_length=128",),
+    "wedlm_jax.generate": ("--max-new-tokens", "4"),
+}
+
+
+def test_there_are_recipes_and_each_is_at_most_five_lines():
+    assert len(BLOCKS) >= 4
+    assert all(len(block.strip().splitlines()) <= 5 for block in BLOCKS)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.split("#")[0].split()[2].removeprefix("wedlm_jax."))
+def test_a_recipe_runs(block, chat_model, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text(
+        "".join(
+            json.dumps({"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}]})
+            + "\n"
+            for i in range(80)
+        )
+    )
+    (tmp_path / "corpus").mkdir()
+    for i in range(80):
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"Tom has {i} apples. " * 20)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tom"}\n{"messages": [{"role": "user", "content": "Anna"}]}\n')
+    for line in block.strip().splitlines():
+        python, dash_m, module, *arguments = shlex.split(line, comments=True)
+        assert (python, dash_m) == ("python", "-m")
+        arguments = [argument.replace("MODEL", chat_model) for argument in arguments]
+        monkeypatch.setattr(sys, "argv", [module, *arguments, *TINY.get(module, ())])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
