@@ -1,6 +1,7 @@
 """Continued pretraining of Qwen3-8B into a WeDLM model: section 6.1 of the paper, 100B tokens.
 
-    python -m wedlm_jax.train --exp qwen3_8b_cpt data.path=corpus/
+    python -m wedlm_jax.train --exp qwen3_8b_cpt
+    python -m wedlm_jax.train --exp qwen3_8b_cpt data.source=text data.mixture= data.path=corpus/
     python -m wedlm_jax.train --exp qwen3_8b_cpt --compile-only v5p:4x4x4
 
 A batch is 256 rows of 4096 tokens, 1.05M, so 95,368 steps are 100B tokens; learning rate 3e-6 to 3e-7, cosine, blocks of 32.
@@ -35,7 +36,7 @@ def qwen3_8b_cpt() -> Experiment:
             dtype="bfloat16",
             remat="full",
         ),
-        data=DataConfig(source="text", row_length=4096),
+        data=DataConfig(source="text", row_length=4096, num_groups=64),
         objective=ObjectiveConfig(block_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-6, warmup_steps=500, final_fraction=0.1),
         train=TrainConfig(steps=95_368, batch_size=256, checkpoint_every=500),

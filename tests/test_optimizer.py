@@ -53,7 +53,15 @@ def test_norms_and_biases_are_not_decayed_unless_the_official_mask_is_chosen():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("b1", 0.5), ("b2", 0.5), ("eps", 1.0), ("weight_decay", 0.5), ("decay_mask", "official")]
+    ("field", "value"),
+    [
+        ("b1", 0.5),
+        ("b2", 0.5),
+        ("eps", 1.0),
+        ("weight_decay", 0.5),
+        ("decay_mask", "official"),
+        ("first_moment_dtype", "bfloat16"),
+    ],
 )
 def test_every_field_of_adamw_changes_the_update(field, value):
     params = {"final_norm.scale": jnp.array([1.0]), "lm_head.kernel": jnp.array([2.0])}
@@ -168,3 +176,11 @@ def hf_tensors(config, params, before):
         now, then = np.asarray(params[row.ours]), np.asarray(before[row.ours])
         for layer, name in enumerate(row.names(config)):
             yield name, *(to_hf(x[layer] if row.stacked else x) for x in (now, then))
+
+
+def test_a_bfloat16_first_moment_leaves_parameters_and_second_moment_in_float32():
+    params = {"a.kernel": jnp.ones((2, 2))}
+    adamw = make_adamw(OptimizerConfig(first_moment_dtype="bfloat16"))
+    update, state = adamw.update(params, adamw.init(params), params)
+    assert state[0].mu["a.kernel"].dtype == jnp.bfloat16
+    assert state[0].nu["a.kernel"].dtype == update["a.kernel"].dtype == jnp.float32

@@ -12,10 +12,12 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
+from jax.sharding import Mesh
 
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError
@@ -107,39 +109,10 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         fit the memory of its chips.
     """
     topology = canonical(topology)
-    if not isinstance(experiment.model, ModelConfig):
-        raise UserError(
-            f"--compile-only reads no weights, and {experiment.name} has no model of its own; give model as a ModelConfig"
-        )
-    devices = _devices(topology)
-    mesh = make_mesh(experiment.mesh, devices)
-    config = experiment.train
-    parts = config.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.batch_size % parts:
-        raise UserError(
-            f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
-            f"x mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']}; make it a multiple"
-        )
-    settings = StepSettings(
-        model=experiment.model,
-        objective=experiment.objective,
-        optimizer=experiment.optimizer,
-        mask_token_id=experiment.objective.mask_token_id or 0,
-        total_steps=config.steps,
-        seed=config.seed,
-        micro_batches=config.micro_batches,
-    )
-    shape, sharding = (config.batch_size, experiment.data.row_length), batch_sharding(mesh)
-    batch = PackedBatch(
-        **{
-            field.name: jax.ShapeDtypeStruct(shape, bool if field.name == "loss_mask" else jnp.int32, sharding=sharding)
-            for field in dataclasses.fields(PackedBatch)
-        }
-    )
+    _own_model(experiment)
+    mesh = make_mesh(experiment.mesh, _devices(topology))
     start = time.monotonic()
-    traced = compile_step(wedlm_step, settings, mesh).trace(  # type: ignore[attr-defined]
-        abstract_state(settings.model, settings.optimizer, mesh), batch
-    )
+    traced = trace_step(experiment, mesh)
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -156,7 +129,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         topology=topology,
         chips=mesh.size,
         mesh=" x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
-        tokens=shape[0] * shape[1],
+        tokens=experiment.train.batch_size * experiment.data.row_length,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
@@ -166,6 +139,47 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         traffic=traffic_by_kind(collectives(compiled.as_text())),
         compile_seconds=time.monotonic() - start,
     )
+
+
+def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
+    """The training step on `mesh`, traced (`jax.stages.Traced`); neither weights nor data need be there.
+
+    Raises:
+      UserError: the experiment has no model of its own, or its batch cannot be split over the mesh.
+    """
+    config = experiment.train
+    parts = config.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.batch_size % parts:
+        raise UserError(
+            f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
+            f"x mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']}; make it a multiple"
+        )
+    settings = StepSettings(
+        model=_own_model(experiment),
+        objective=experiment.objective,
+        optimizer=experiment.optimizer,
+        mask_token_id=experiment.objective.mask_token_id or 0,
+        total_steps=config.steps,
+        seed=config.seed,
+        micro_batches=config.micro_batches,
+    )
+    shape, sharding = (config.batch_size, experiment.data.row_length), batch_sharding(mesh)
+    batch = PackedBatch(
+        **{
+            field.name: jax.ShapeDtypeStruct(shape, bool if field.name == "loss_mask" else jnp.int32, sharding=sharding)
+            for field in dataclasses.fields(PackedBatch)
+        }
+    )
+    state = abstract_state(settings.model, settings.optimizer, mesh)
+    return compile_step(wedlm_step, settings, mesh).trace(state, batch)  # type: ignore[attr-defined]
+
+
+def _own_model(experiment: Experiment) -> ModelConfig:
+    if not isinstance(experiment.model, ModelConfig):
+        raise UserError(
+            f"--compile-only reads no weights, and {experiment.name} has no model of its own; give model as a ModelConfig"
+        )
+    return experiment.model
 
 
 def canonical(topology: str) -> str:

@@ -1,0 +1,135 @@
+"""`--compile-only`: what it reports, what it needs, and one line for each way in which it cannot be done."""
+
+import dataclasses
+import importlib.util
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.tiny_training import EXPERIMENT
+from wedlm_jax import ahead_of_time
+from wedlm_jax.ahead_of_time import CHIPS, StepReport, canonical, compile_only
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import MeshConfig, load_experiment, override
+from wedlm_jax.train import main
+
+REPORT = StepReport(
+    topology="v5e:2x4", chips=8, mesh="data=1 x fsdp=8 x tensor=1", tokens=8 * 4096, arguments=10 * 10**9,
+    outputs=10 * 10**9, aliased=9 * 10**9, temporaries=2 * 10**9, code=10**6, flops=197e12 / 2,
+    traffic={"all-gather": 50e9, "reduce-scatter": 50e9}, compile_seconds=3.0,
+)  # fmt: skip
+
+
+def message_of(experiment, topology) -> str:
+    with pytest.raises(UserError) as error:
+        compile_only(experiment, topology)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture
+def eight_cpus_as_a_slice(monkeypatch):
+    """Stands in for libtpu, and a trivial step for the real one: what is compiled here is not what is tested."""
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices (tests/conftest.py asks for them)")
+    monkeypatch.setattr(ahead_of_time, "_devices", lambda topology: jax.devices())
+
+    def double(state, batch):
+        return jax.tree.map(lambda x: x + x, state.params), jnp.float32(batch.tokens) @ jnp.ones((192, 2))
+
+    monkeypatch.setattr(ahead_of_time, "compile_step", lambda step, settings, mesh: jax.jit(double))
+
+
+def test_the_report_adds_up():
+    assert REPORT.peak == 13 * 10**9 + 10**6
+    assert REPORT.seconds == {"FLOPs": 0.5, "HBM": pytest.approx(120e9 / 819e9), "ICI": 100e9 / 200e9}
+    text = "\n".join(REPORT.lines())
+    assert "peak                     13.001 GB a chip, of 17 GB" in text
+    assert "all-gather               50.000 GB sent a chip" in text
+    assert text.endswith("a step takes at least 0.500 s (FLOPs): a lower bound, not a measurement")
+
+
+def test_an_experiment_compiles_without_weights_or_data(eight_cpus_as_a_slice):
+    experiment = dataclasses.replace(
+        override(EXPERIMENT, "data.source=text", "data.path=nowhere", "train.batch_size=8"),
+        init_from="nobody/nothing",
+        mesh=MeshConfig(data=1, fsdp=4, tensor=2),
+    )
+    report = compile_only(experiment, "v5litepod:2x4")
+    assert (report.topology, report.chips, report.mesh) == ("v5e:2x4", 8, "data=1 x fsdp=4 x tensor=2")
+    assert report.tokens == 8 * 192
+    assert report.flops == 2 * 8 * 192 * 2 / 8
+    assert report.arguments > 0 and report.outputs > 0
+
+
+@pytest.mark.parametrize("topology", ["v5e:16x16", "v5litepod:16x16", "v5 lite:16x16"])
+def test_aliases_of_a_chip(topology):
+    assert canonical(topology) == "v5e:16x16"
+
+
+@pytest.mark.parametrize("topology", ["v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", ""])
+def test_an_unknown_topology_is_named_with_the_known_ones(topology):
+    message = message_of(EXPERIMENT, topology)
+    assert f"topology {topology!r} is unknown" in message and all(kind in message for kind in CHIPS)
+
+
+def test_missing_libtpu_is_told_with_its_command(monkeypatch, capsys):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setattr(sys, "argv", ["train", "--exp", "qwen3_8b_cpt", "--compile-only", "v5p:4x4x4"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2
+    assert "libtpu, which is not installed; pip install 'wedlm_jax[tpu]'" in capsys.readouterr().err
+
+
+def test_a_model_as_in_init_from_is_refused():
+    message = message_of(dataclasses.replace(EXPERIMENT, model=None, init_from="runs/x"), "v5e:2x4")
+    assert message == "--compile-only reads no weights, and tiny has no model of its own; give model as a ModelConfig"
+
+
+def test_a_mesh_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):
+    experiment = dataclasses.replace(EXPERIMENT, mesh=MeshConfig(data=3))
+    assert "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices" in message_of(experiment, "v5e:2x4")
+
+
+def test_a_batch_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):
+    message = message_of(EXPERIMENT, "v5e:2x4")
+    assert "train.batch_size=2 cannot be split over train.micro_batches=1 x mesh.data=8 x mesh.fsdp=1" in message
+
+
+def test_a_step_that_does_not_fit_the_memory_is_told_with_both_sizes(eight_cpus_as_a_slice, monkeypatch):
+    class TooLarge:
+        def trace(self, *_):
+            return self
+
+        lower = trace
+
+        def compile(self):
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.55G of 15.75G hbm. Exceeded ...\nmore"
+            )
+
+    monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_: TooLarge())
+    message = message_of(override(EXPERIMENT, "train.batch_size=8"), "v5e:2x4")
+    assert message.startswith(
+        "tiny does not fit v5e:2x4: it needs 17.55G of the 15.75G of a chip; set model.remat=full"
+    )
+
+
+@pytest.mark.parametrize("name", ["qwen3_0p6b_sft", "qwen3_8b_sft", "qwen3_8b_cpt", "qwen25_7b_cpt"])
+def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16(name):
+    model = load_experiment(name).model
+    assert (model.dtype, model.param_dtype, model.remat) == ("bfloat16", "float32", "full")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)")
+def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
+    experiment = override(EXPERIMENT, "train.batch_size=8", "mesh.data=1", "mesh.fsdp=8", "model.num_layers=1")
+    report = compile_only(experiment, "v5e:2x4")
+    assert 0 < report.peak < CHIPS["v5e"].hbm
+    assert report.traffic["all-gather"] > 0
+    assert "libtpu knows no such slice" in message_of(experiment, "v5e:3x5")
