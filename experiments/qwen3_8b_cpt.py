@@ -39,7 +39,17 @@ def qwen3_8b_cpt() -> Experiment:
             dtype="bfloat16",
             remat="full",
         ),
-        data=DataConfig(source="text", row_length=4096, num_groups=64),
+        data=DataConfig(
+            source="mixture",
+            mixture=(
+                WeightedSource("hf_dataset", "HuggingFaceFW/fineweb-edu", subset="sample-100BT", weight=0.70),
+                WeightedSource("hf_dataset", "open-web-math/open-web-math", weight=0.15),
+                WeightedSource("hf_dataset", "codeparrot/codeparrot-clean", text_column="content", weight=0.15),
+            ),
+            row_length=4096,
+            num_groups=64,  # any number of hosts that divides it
+            num_workers=8,
+        ),
         objective=ObjectiveConfig(block_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-6, warmup_steps=500, final_fraction=0.1),
         train=TrainConfig(steps=95_368, batch_size=256, checkpoint_every=500),
