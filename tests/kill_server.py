@@ -20,7 +20,7 @@ from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.experiment import override
 from wedlm_jax.metrics.report import Report
 
-KILLED = override(EXPERIMENT, "train.steps=8", "train.batch_size=8", "train.checkpoint_every=2", "data.row_length=96")
+KILLED = override(EXPERIMENT, "train.steps=8", "train.batch_size=8", "train.checkpoint_every=2")
 
 
 def die(number: int = signal.SIGKILL) -> None:

@@ -33,7 +33,10 @@ class Flags:
         (["--number", "10"], "--number 10: must be at most 9"),
     ],
 )
-def test_a_bad_flag_is_one_line(args, message, capsys):
+@pytest.mark.parametrize("boxes", [True, False])
+def test_a_bad_flag_is_one_line(args, message, boxes, capsys, monkeypatch):
+    """Whatever frame tyro draws around it."""
+    monkeypatch.setattr("tyro._fmtlib._FORCE_UTF8_BOXES", boxes)
     with pytest.raises(UserError) as error:
         parse(Flags, prog="command", args=args)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
@@ -52,11 +55,19 @@ def test_the_help_is_shown_as_ever(capsys):
 
 
 @pytest.mark.parametrize(
-    "command", ["train", "evaluate", "convert", "generate.__main__", "metrics.__main__", "data.__main__"]
+    ("command", "needed"),
+    [
+        ("train", []),
+        ("evaluate", []),
+        ("convert", ["--from", "a", "--to", "b"]),
+        ("generate.__main__", ["--model", "a"]),
+        ("metrics.__main__", []),
+        ("data.__main__", []),
+    ],
 )
-def test_every_command_tells_a_bad_flag_in_one_line(command, monkeypatch, capsys):
+def test_every_command_tells_a_bad_flag_in_one_line(command, needed, monkeypatch, capsys):
     main = importlib.import_module(f"wedlm_jax.{command}").main
-    monkeypatch.setattr(sys, "argv", [command, "--no-such-flag", "3"])
+    monkeypatch.setattr(sys, "argv", [command, *needed, "--no-such-flag", "3"])
     with pytest.raises(SystemExit) as exit:
         main()
     shown = capsys.readouterr().err

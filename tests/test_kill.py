@@ -29,10 +29,11 @@ class Trainer:
             **os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
             "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }  # fmt: skip
-        self.told = (folder / "stderr").open("w+")
+        self._told = (folder / "stderr").open("a")
+        self._read = (folder / "stderr").open()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.kill_server"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.told, env=environment, text=True,
+            stderr=self._told, env=environment, text=True,
         )  # fmt: skip
 
     def __call__(self, workdir, *, devices: int = 1, at=None, after=None) -> int:
@@ -43,8 +44,7 @@ class Trainer:
 
     def said(self) -> str:
         """What the runs have printed since the last call."""
-        text = self.told.read()
-        return text
+        return self._read.read()
 
     def close(self) -> None:
         self._process.stdin.close()
@@ -90,7 +90,7 @@ def assert_same_end(workdir, expected) -> None:
 
 def test_killed_in_a_step_in_a_save_and_after_one(train, uninterrupted, tmp_path):
     assert train(tmp_path, at=("in step", 3)) == -9
-    assert saved_steps(tmp_path) == [2]
+    assert saved_steps(tmp_path) in ([], [2])  # the files of step 2 are written while step 3 runs
     assert train(tmp_path, at=("in save", 4)) == -9
     assert saved_steps(tmp_path) == [2] and len(list((tmp_path / "checkpoints").iterdir())) > 1
     assert train(tmp_path, at=("after save", 6)) == -9

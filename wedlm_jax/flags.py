@@ -15,7 +15,7 @@ from wedlm_jax.errors import UserError
 Flags = TypeVar("Flags")
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-_FRAME = re.compile(r"[╭╮╰╯│─┌┐└┘]+")
+_FRAME = re.compile(r"[╭╮╰╯│─]+|-{3,}")
 
 
 def parse(flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, **options: Any) -> Flags:
@@ -41,12 +41,11 @@ def parse(flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, *
 
 
 def _one_line(box: str) -> str:
-    """The message of tyro's box: without the frame, the title and what follows the ruler (where to find help)."""
-    lines = _ANSI.sub("", box).splitlines()
+    """The message of tyro's box: without the title, the frame (of ASCII where stdout is) and what follows the ruler."""
+    lines = [_FRAME.sub(" ", line).split() for line in _ANSI.sub("", box).splitlines()[1:]]  # the first holds the title
     said: list[str] = []
-    for line in lines[1:]:  # the first holds the title
-        text = _FRAME.sub(" ", line).strip()
-        if not text and said:
+    for words in lines:
+        if not words and said:
             break
-        said += text.split()
-    return " ".join(said).rstrip(".:")
+        said += words
+    return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(said)).rstrip(".:")  # the class of the flags says nothing

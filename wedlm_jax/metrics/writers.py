@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class StepLines:
 
     def __init__(self, path: Path, *, start_step: int):
         self._path = path
-        kept = "".join(f"{line}\n" for line in self._lines() if json.loads(line)["step"] <= start_step)
+        kept = "".join(f"{line}\n" for line, record in _records(path, self._lines()) if record["step"] <= start_step)
         # At once or not at all: a run that is killed here has its lines still.
         partial = path.with_name(f".{path.name}.partial")
         with _told(path):
@@ -123,13 +123,16 @@ def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     path = Path(workdir) / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
-    lines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    return [record for _, record in _records(path, path.read_text(encoding="utf-8").splitlines())]
+
+
+def _records(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line with what it says."""
+    for number, line in enumerate(lines, 1):
         try:
-            lines.append(json.loads(line))
+            yield line, json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{path}:{number}: no JSON ({error.msg}); remove the line") from None
-    return lines
 
 
 def fetch(metrics: Mapping[str, jax.Array]) -> dict[str, float | int | None]:

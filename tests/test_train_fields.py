@@ -1,0 +1,154 @@
+"""Every field of every config changes something: those of the loop are tried one by one, with updates that cost nothing."""
+
+import ast
+import dataclasses
+import sys
+import types
+import typing
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tests.tiny_training import EXPERIMENT, one_device_mesh
+from wedlm_jax import train as train_module
+from wedlm_jax.checkpoint import Checkpoints, saved_steps
+from wedlm_jax.config_tree import fields_of, sections_of
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import Experiment, TrainConfig, override
+from wedlm_jax.metrics import read_metrics
+
+BASE = override(
+    EXPERIMENT, "train.log_every=2", "train.checkpoint_every=4", "train.eval_every=4", "train.keep_checkpoints=1"
+)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Records what the loop asks of the parts that cost something, and stands in for them."""
+    seen = {"settings": None, "batches": [], "validations": None, "wandb": None, "saves": []}
+
+    def compile_step(step, settings, mesh):
+        seen["settings"] = settings.total_steps, settings.seed, settings.micro_batches
+
+        def update(state, batch):
+            seen["batches"].append(batch.tokens.tolist())
+            number = len(seen["batches"])
+            metrics = {
+                "loss": 1.0,
+                "tokens": 1,
+                "useful_flops": 1.0,
+                "skipped_in_row": number - 2 if 2 < number < 6 else 0,
+            }
+            return dataclasses.replace(state, step=state.step + 1), {k: jnp.asarray(v) for k, v in metrics.items()}
+
+        return update
+
+    class Validation:
+        def __init__(self, *arguments, rows, num_batches, num_samples):
+            seen["validations"] = [rows, num_batches, num_samples]
+
+        def measure(self, params, *, masks):
+            seen["validations"].append(len(seen["batches"]))
+            return {"validation_ar_loss": float(len(seen["batches"]))}  # the first is the best
+
+        def samples(self, params, *, masks):
+            return []
+
+    def init(**arguments):
+        seen["wandb"] = arguments["project"]
+        return types.SimpleNamespace(log=lambda numbers, step: None, finish=lambda: None)
+
+    save = Checkpoints.save
+    monkeypatch.setattr(
+        Checkpoints,
+        "save",
+        lambda self, state, step, *rest: (seen["saves"].append(step), save(self, state, step, *rest)),
+    )
+    monkeypatch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+    monkeypatch.setattr(train_module, "compile_step", compile_step)
+    monkeypatch.setattr(train_module, "Validation", Validation)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return seen
+
+
+def outcome(seen, workdir, *assignments: str) -> dict:
+    try:
+        ended = train_module.train(override(BASE, *assignments), workdir)
+    except UserError as error:
+        ended = str(error)
+    return seen | {
+        "ended": ended,
+        "lines": [
+            {"step": line["step"], **{k: v for k, v in line.items() if "loss" in k}} for line in read_metrics(workdir)
+        ],
+        "saved": saved_steps(workdir),
+        "folders": sorted(path.name for path in workdir.iterdir() if path.is_dir()),
+    }
+
+
+CHANGES = {
+    "steps": "3", "batch_size": "4", "micro_batches": "2", "seed": "1", "log_every": "1", "checkpoint_every": "8",
+    "keep_checkpoints": "2", "best_metric": "validation_ar_loss", "max_skipped_in_row": "2", "eval_every": "2",
+    "eval_batches": "1", "eval_samples": "0", "profile_steps": "2", "tensorboard": "true", "wandb": "mine",
+}  # fmt: skip
+
+
+def test_every_field_of_the_loop_is_tried():
+    assert CHANGES.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_every_field_of_the_loop_changes_something(field, seen, tmp_path, request):
+    plain = request.config.stash.setdefault(PLAIN, {})
+    if not plain:
+        plain |= outcome(seen, tmp_path / "plain")
+        seen |= {"settings": None, "batches": [], "validations": None, "wandb": None, "saves": []}
+    assert plain["ended"] is True and plain["saved"] == [6]
+    changed = outcome(seen, tmp_path / "changed", f"train.{field}={CHANGES[field]}")
+    assert changed != plain
+    expected = {"keep_checkpoints": [4, 6], "best_metric": [4, 6], "checkpoint_every": [6]}
+    assert changed["saved"] == expected.get(field, changed["saved"])
+
+
+PLAIN = pytest.StashKey[dict]()
+
+
+def configs(cls: type = Experiment) -> set[type]:
+    """The dataclasses of an experiment."""
+    return {cls} | {
+        inner
+        for hint in typing.get_type_hints(cls).values()
+        for section in sections_of(hint)
+        for inner in configs(section)
+    }
+
+
+def test_every_field_of_every_config_is_read():
+    """By its name, somewhere in the package: a field that nothing reads is removed."""
+    package = Path(train_module.__file__).parent
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in package.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    read |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    unread = [
+        f"{cls.__name__}.{field.name}"
+        for cls in configs()
+        for field in dataclasses.fields(cls)
+        if field.name not in read
+    ]
+    assert unread == []
+    assert len(fields_of(Experiment)) > 60
+
+
+@pytest.mark.parametrize(
+    ("field", "near"),
+    [
+        ("train.eval_evry", "train.eval_every"),
+        ("train.best_metrics", "train.best_metric"),
+        ("objective.blocksize", "objective.block_size"),
+    ],
+)
+def test_an_unknown_field_suggests_the_nearest(field, near):
+    with pytest.raises(UserError, match=f"unknown field {field}; did you mean {near}?"):
+        override(BASE, f"{field}=1")
