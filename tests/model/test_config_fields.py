@@ -151,9 +151,14 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"), [({"num_kv_heads": 3}, "num_kv_heads=3"), ({"head_dim": 5}, "head_dim=5 is odd")]
+    ("fields", "message"),
+    [
+        ({"num_kv_heads": 3}, "num_kv_heads=3"),
+        ({"head_dim": 5}, "head_dim=5 is odd"),
+        ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
+    ],
 )
-def test_shapes_that_cannot_be_are_one_clear_line(fields, message):
+def test_values_that_cannot_be_are_one_clear_line(fields, message):
     with pytest.raises(UserError, match=message) as caught:
         dataclasses.replace(TINY, **fields)
     assert "\n" not in str(caught.value)
