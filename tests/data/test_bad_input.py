@@ -71,6 +71,12 @@ BAD_LINES = {
         conversation(USER, {"role": "assistant", "content": "the " * 90}),
         "tokens, and a row holds data.row_length=64; raise it, or shorten or remove the record",
     ),
+    "half a character": (
+        conversation(USER, {"role": "assistant", "content": "\ud83d"}), "holds half a character ('\\ud83d'), which is no text",
+    ),
+    "a system prompt that is no text": (
+        json.dumps({"system": 3, "messages": [USER, {"role": "assistant", "content": "x"}]}), "system is int, not text",
+    ),
     "not UTF-8": (b'{"messages": "\xff"}', "not UTF-8 (byte 14 of the line)"),
 }  # fmt: skip
 

@@ -72,6 +72,16 @@ def test_a_chat_file_of_any_usual_shape_gives_the_same_conversations(tmp_path, c
     assert epoch(config_of(path, **fields)) == chat_texts(CHATS)
 
 
+def test_a_system_prompt_beside_the_messages_is_the_first_message(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [as_sharegpt(CHATS[0]) | {"system": "on a mat"}])
+    ((prompt, learned),) = epoch(config_of(path))
+    ((plain, same),) = chat_texts(CHATS[:1])
+    assert (prompt, learned) == (f"<|im_start|>system\non a mat{END}\n{plain}", same)
+    table = pyarrow.Table.from_pylist([CHATS[0] | {"system": "on a mat"}])
+    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+    assert epoch(config_of(tmp_path / "chat.parquet", "parquet")) == [(prompt, learned)]
+
+
 def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):
     text = [write_lines(tmp_path / f"{n}.jsonl", CHATS[n : n + 2]).read_bytes() for n in (0, 2, 4)]
     (tmp_path / "0.jsonl").write_bytes(

@@ -26,7 +26,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_TOOLS = "tools"
+_BESIDE_MESSAGES = ("system", "tools")  # a system prompt, and descriptions of functions for the template
 
 
 def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tuple[str, ...]]:
@@ -62,7 +62,8 @@ def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     kind, columns = choose_columns(config, fields)
     values = [_plain(fields[column]) for column in columns]
     if kind == "messages":
-        return Chat(_messages(values[0], columns[0]), _tools(_plain(fields.get(_TOOLS))))
+        beside = {name: _plain(fields.get(name)) for name in _BESIDE_MESSAGES}
+        return Chat([*_system(beside["system"]), *_messages(values[0], columns[0])], _tools(beside["tools"]))
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
         return Text(texts[0])
@@ -78,10 +79,11 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
         UserError: as `choose_columns`.
     """
     try:
-        _, chosen = choose_columns(config, names)
+        kind, chosen = choose_columns(config, names)
     except BadRecord as error:
         raise UserError(f"{place}: {error}") from None
-    return [*chosen, *([_TOOLS] if _TOOLS in names and _TOOLS not in chosen else [])]
+    beside = _BESIDE_MESSAGES if kind == "messages" else ()
+    return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 
 def _messages(value: Any, column: str) -> list[dict[str, Any]]:
@@ -114,14 +116,18 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     return {"role": role, "content": content, **message}
 
 
+def _system(value: Any) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": _text(value, "system")}] if value else []
+
+
 def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise BadRecord(f"{_TOOLS} is text that is no JSON") from None
+            raise BadRecord("tools is text that is no JSON") from None
     if value is not None and not isinstance(value, list):
-        raise BadRecord(f"{_TOOLS} is {type(value).__name__}, not a list")
+        raise BadRecord(f"tools is {type(value).__name__}, not a list")
     return value or None
 
 
@@ -132,7 +138,12 @@ def _text(value: Any, column: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists and str for what tables give: numpy arrays and bytes."""
+    """Lists and str for what tables give, numpy arrays and bytes; every str can be encoded."""
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"holds half a character ({value[error.start]!a}), which is no text") from None
     if isinstance(value, bytes):
         try:
             return value.decode()
