@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains on GKE with xpk: one workload, restarted by Kubernetes where a worker dies or is preempted.
 #
-#   launch/gke.sh [--dry-run] WORKLOAD CLUSTER ZONE TPU_TYPE IMAGE -- --exp qwen3_8b_cpt --workdir gs://BUCKET/run data.path=...
+#   launch/gke.sh [--dry-run] WORKLOAD CLUSTER ZONE TPU_TYPE IMAGE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run data.path=...
 #
 # CLUSTER is an xpk cluster (xpk cluster create ...), TPU_TYPE such as v5p-128 (this counts cores: 64 chips) or v6e-256, IMAGE
 # a container image in which `pip install 'wedlm_jax[tpu]'` was run. GKE sets the variables by which the workers find each

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU VM or pod slice: installs the package on every worker and starts the same command on each of them.
 #
-#   launch/tpu_vm.sh [--dry-run] NAME ZONE -- --exp qwen3_8b_cpt --workdir gs://BUCKET/run data.path=/mnt/corpus
+#   launch/tpu_vm.sh [--dry-run] NAME ZONE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run data.path=/mnt/corpus
 #
 # NAME and ZONE are those of an existing TPU VM (gcloud compute tpus tpu-vm create ...). The workers find each other through
 # the TPU's metadata. After a preemption, or where a worker died, run the same line again: the run goes on from its last
-# checkpoint, which all workers must be able to read (a bucket or a shared disk).
+# checkpoint, which all workers must be able to read (a shared disk, or a bucket mounted with gcsfuse).
 set -euo pipefail
 
 run=()

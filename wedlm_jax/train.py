@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,8 @@ def main() -> None:
             print(f"{name:24} {summary}")
     elif flags.exp is None:
         raise UserError("name an experiment: --exp NAME (--list shows them) or --exp FILE.py")
+    elif flags.workdir is not None and re.match(r"\w\w+:/", str(flags.workdir)):
+        raise UserError(f"--workdir {flags.workdir}: no folder; mount the bucket (gcsfuse) and name a folder in it")
     else:
         experiment = load_named(flags.exp, flags.overrides)
         if isinstance(experiment, Study):
