@@ -5,8 +5,13 @@
 
 The text is the library of the running Python, without tests (about 10 MB in Python 3.11); a twentieth of the files is
 held out, by a hash of the path. The evaluation prints bits per byte on held-out files, tokens per forward, and
-completions of AR and streaming side by side. The model is small and sees little text: its completions look like Python
-and mean nothing.
+completions of AR and streaming side by side. The model is small and sees little text (1,000 steps of 2,048 tokens): its
+completions look like Python and mean nothing.
+
+Two CPU cores: 17 minutes of processor time to train (32 of the clock, beside other work), 1 to evaluate. Expect 1.58 bits
+per byte (AR, 8 held-out files of 98,473 bytes), a masked-token loss of 3.6 nats at a mask ratio of 0.1 and 5.3 at 0.9, and
+next to no parallel decoding: 1.05 tokens per forward verified, 0.93 streaming at tau 0.1, 0.4 and 1, where no mask is sure
+enough to be filled beside another. (2026-11-21, Python 3.11.7, jax 0.10.2; the commands above.)
 """
 
 from wedlm_jax.experiment import (
