@@ -39,10 +39,7 @@ def finished(tmp_path_factory):
 
 
 def with_overrides(*assignments: str):
-    experiment = EXPERIMENT
-    for assignment in assignments:
-        experiment = override(experiment, assignment)
-    return experiment
+    return override(EXPERIMENT, *assignments)
 
 
 def message_of(experiment, workdir) -> str:
@@ -126,12 +123,79 @@ def test_adaptation_starts_from_the_parameters_and_the_tokenizer_of_init_from(fi
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
+    """The checkpoints of the bad steps do not displace the last one before them."""
     experiment = with_overrides(
-        "optimizer.learning_rate=1e30", "train.max_skipped_in_row=2", "train.checkpoint_every=1", "objective.ar_steps=6"
-    )
+        "optimizer.learning_rate=1e30", "train.max_skipped_in_row=3", "train.checkpoint_every=1",
+        "train.keep_checkpoints=1", "objective.ar_steps=6",
+    )  # fmt: skip
     message = message_of(experiment, tmp_path)
-    assert "loss or gradient not finite 2 times in a row" in message and "optimizer.learning_rate" in message
-    assert saved_steps(tmp_path)
+    assert "loss or gradient was not finite 3 times in a row" in message and "optimizer.learning_rate" in message
+    lines = read_metrics(tmp_path)
+    assert [line["skipped_in_row"] for line in lines] == [0, 1, 2, 3]
+    assert [None in (line["loss"], line["grad_norm"]) for line in lines] == [False, True, True, True]
+    assert saved_steps(tmp_path) == [1, 3]
+    assert all(np.isfinite(value).all() for value in load_params(tmp_path, 1)[1].values())
+
+
+def test_a_run_is_watched(tmp_path, capsys):
+    """Held-out losses in the line of their step, completions with tokens per forward, a trace, event files."""
+    workdir = tmp_path / "run"
+    experiment = with_overrides(
+        "train.eval_every=3", "train.eval_batches=2", "train.eval_samples=1", "train.profile_steps=2",
+        "train.tensorboard=true", "evaluation.max_new_tokens=8", "evaluation.window_size=4",
+        "train.checkpoint_every=3", "train.keep_checkpoints=1", "train.best_metric=validation_ar_loss",
+    )  # fmt: skip
+    assert train(experiment, workdir)
+    lines = read_metrics(workdir)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    measured = [[name for name in line if name.startswith("validation_")] for line in lines]
+    assert [bool(names) for names in measured] == [False, False, True, False, False, True]
+    names = {"ar_loss", "mlm_loss", "mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00"}
+    assert {name.removeprefix("validation_") for name in measured[2]} == names <= lines[0].keys()
+    best = min((3, 6), key=lambda step: lines[step - 1]["validation_ar_loss"])
+    assert saved_steps(workdir) == sorted({best, 6})
+
+    samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [3, 6]
+    assert samples[0]["prompt"] == samples[1]["prompt"] and samples[0]["prompt"].startswith("Q:")
+    assert samples[0]["tokens_per_forward"] > 0 and samples[0]["decoder"] == "verified"
+    shown = capsys.readouterr().out
+    assert "step 3, held out: ar_loss " in shown and "tokens per forward]" in shown
+
+    assert [path.name for path in (workdir / "profile").iterdir()] == ["step_2"]
+    assert list((workdir / "profile").rglob("*.xplane.pb"))
+    assert list((workdir / "tensorboard").iterdir())
+
+
+def test_watching_changes_nothing_that_is_learned(finished, tmp_path):
+    train(with_overrides("train.eval_every=2", "train.eval_batches=2", "train.eval_samples=0"), tmp_path)
+    for name, value in load_params(finished)[1].items():
+        np.testing.assert_array_equal(load_params(tmp_path)[1][name], value)
+    kept = [{k: v for k, v in line.items() if not k.startswith("validation_")} for line in lines_without_time(tmp_path)]
+    assert kept == lines_without_time(finished)
+
+
+def test_held_out_data_that_is_asked_for_and_not_there_is_told(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "Say a.", "completion": "a"}\n')
+    experiment = with_overrides(
+        "data.source=chat", f"data.path={tmp_path / 'chat.jsonl'}", "data.held_out_share=0",
+        "data.plain_prompt=true", "train.eval_every=2",
+    )  # fmt: skip
+    message = message_of(experiment, tmp_path / "run")
+    assert message.startswith("train.eval_every asks for held-out data: ") and "data.held_out_share" in message
+
+
+def test_the_model_of_init_from_may_be_computed_otherwise(finished, tmp_path):
+    experiment = with_overrides(
+        "model=none", f"model.path={finished}", "model.remat=full", "model.matmul_precision=highest", "train.steps=1"
+    )
+    train(experiment, tmp_path)
+    config = load(tmp_path).config
+    assert (config.remat, config.matmul_precision, config.hidden_size) == (
+        "full",
+        "highest",
+        EXPERIMENT.model.hidden_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,10 +208,16 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
             ["init_from=runs/absent"],
             "init_from=runs/absent does not exist; python -m wedlm_jax.train --exp absent makes it",
         ),
-        (["data.row_length=32"], "tokens and a row holds data.row_length=32"),
+        (["data.row_length=32"], "tokens, and a row holds data.row_length=32"),
+        (["model=none", "model.path=runs/absent"], "python -m wedlm_jax.train --exp absent makes it"),
+        (["model=none", "init_from=./absent"], "./absent: no such directory"),
+        (["tokenizer.path=absent"], "absent is not a directory; name one that holds a tokenizer.json"),
+        (["data.num_groups=3"], "a batch of 2 rows cannot be split into data.num_groups=3 groups"),
+        (["train.wandb=mine"], "train.wandb=mine needs the package wandb"),
     ],
 )
-def test_what_does_not_fit_is_one_line(assignments, message, tmp_path):
+def test_what_does_not_fit_is_one_line(assignments, message, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert message in message_of(with_overrides(*assignments), tmp_path)
     assert saved_steps(tmp_path) == []
 
@@ -163,6 +233,40 @@ def test_a_batch_that_cannot_be_split_over_the_devices_is_refused(tmp_path, monk
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     assert "train.batch_size=2 cannot be split" in message_of(EXPERIMENT, tmp_path)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    assert "does not fit" in message_of(with_overrides("mesh.data=3"), tmp_path)
+
+
+def test_a_workdir_below_a_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    assert "not a directory; choose another --workdir" in message_of(EXPERIMENT, tmp_path / "file" / "run")
+
+
+def test_an_experiment_file_that_was_lost_or_broken_is_named(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    (workdir / "experiment.json").write_text("{")
+    assert "experiment.json:1: no JSON" in message_of(EXPERIMENT, workdir)
+    (workdir / "experiment.json").unlink()
+    assert "experiment.json: no such file or directory" in message_of(EXPERIMENT, workdir)
+    assert saved_steps(workdir) == [4, 6]
+
+
+def test_a_tokenizer_that_was_lost_is_named(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    shutil.rmtree(workdir / "tokenizer")
+    assert "tokenizer is not a directory" in message_of(EXPERIMENT, workdir)
+
+
+def test_metrics_that_were_damaged_are_named_and_left_alone(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    (workdir / "metrics.jsonl").write_text('{"step": 1}\nbroken\n{"step": 3}\n')
+    assert "metrics.jsonl:2: no JSON" in message_of(EXPERIMENT, workdir)
+    assert (workdir / "metrics.jsonl").read_text().count("\n") == 3
 
 
 def test_a_model_file_that_was_lost_is_named(finished, tmp_path):

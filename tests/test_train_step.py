@@ -8,15 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tiny_training import SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
+from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
+from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.train_step import (
+    LOSS_BY_RATIO,
     ObjectiveConfig,
     StepSettings,
     ar_step,
     compile_step,
     corrupted_streams,
+    masked_by_ratio,
+    sums_by_ratio,
     wedlm_forward,
     wedlm_step,
 )
@@ -141,3 +145,39 @@ def test_tokens_and_padding_are_counted():
 def test_bad_fields_are_named(field):
     with pytest.raises(UserError, match=f"objective.{field}=-1"):
         ObjectiveConfig(**{field: -1})
+
+
+def test_the_mlm_loss_by_mask_ratio_parts_the_masked_tokens():
+    """Each masked token is in one quarter; a quarter without any has no loss, which is told as NaN."""
+    batch = packed_batch()
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, SETTINGS)
+    quarters = masked_by_ratio(streams)
+    np.testing.assert_array_equal(sum(quarters.values()), streams.masked[:, 24:])
+    for name, upper in zip(LOSS_BY_RATIO, (0.25, 0.5, 0.75, 1.0), strict=True):
+        ratios = streams.mask_ratio[quarters[name]]
+        assert ((upper - 0.25 < ratios) & (ratios <= upper)).all()
+    _, metrics = run(wedlm_step, batch, updates=1)
+    means = {name: float(metrics[name]) for name in LOSS_BY_RATIO}
+    losses = np.linspace(0, 1, 8 * 48).reshape(8, 48)
+    sums = sums_by_ratio(jnp.asarray(losses), streams)
+    for name, masked in quarters.items():
+        np.testing.assert_allclose(sums[name], losses[:, 24:][np.asarray(masked)].sum(), rtol=1e-5)
+        assert np.isnan(means[name]) if not masked.any() else 0 < means[name] < 20
+
+
+def test_useful_flops_are_those_of_the_parameters_the_losses_and_the_visible_pairs():
+    batch = packed_batch()
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, SETTINGS)
+    real = batch.segment_ids > 0
+    seen = np.asarray(visibility(jnp.asarray(batch.segment_ids), block_size=4))
+    both = np.concatenate([real, real], axis=1)
+    pairs = (seen & both[:, :, None] & both[:, None, :]).sum()
+    layers = sum(x.size for name, x in fresh_state().params.items() if name != "embed.embedding")
+    heads = MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
+    loss_rows = streams.labelled.sum() + streams.masked.sum()
+    expected = 6 * layers * 2 * real.sum() + 6 * 320 * 16 * loss_rows + 12 * heads * pairs
+    _, metrics = run(wedlm_step, batch, updates=1)
+    np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
+    _, metrics = run(ar_step, batch, updates=1)
+    expected = 6 * layers * real.sum() + 6 * 320 * 16 * streams.labelled.sum() + 12 * heads * pairs / 2
+    np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
