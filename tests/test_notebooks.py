@@ -48,7 +48,7 @@ def test_every_cell_of_the_colab_notebook_runs(chat_model, tmp_path, monkeypatch
     for cell in code_cells("colab.ipynb"):
         if "install" in tags(cell):
             continue
-        lines = "".join(cell["source"]).splitlines()
+        lines = "".join(cell["source"]).replace("\\\n", " ").splitlines()
         commands = [line.removeprefix("!") for line in lines if line.startswith("!")]
         exec("\n".join(line for line in lines if not line.startswith("!")), names)
         if "parameters" in tags(cell):

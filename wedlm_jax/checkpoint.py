@@ -236,6 +236,7 @@ def load_params(
         raise UserError(f"{workdir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
     shapes = jax.eval_shape(lambda: init_params(config, 0))
+    shardings: Mapping[str, jax.sharding.Sharding]
     if mesh is None:
         shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
     else:

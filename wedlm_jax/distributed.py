@@ -102,9 +102,10 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     except Exception as error:  # of the metadata server, of name look-up
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the cluster does not tell the place of this process ({reason}); {_BY_HAND}") from error
-    if None in found[:3]:
+    address, processes, own, devices = found
+    if address is None or processes is None or own is None:
         raise UserError(f"jax does not find the place of this process in the cluster; {_BY_HAND}")
-    return Place(*found) if found[1] > 1 else None
+    return Place(address, processes, own, devices) if processes > 1 else None
 
 
 _BY_HAND = f"set {', '.join(_VARIABLES)} for each process (WEDLM_NUM_PROCESSES=1 for a single one)"

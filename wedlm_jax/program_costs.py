@@ -28,8 +28,8 @@ def matmul_flops(jaxpr: core.Jaxpr) -> int:
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[axis] for axis in contracted)
+            left, out = (value.aval.shape for value in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
+            total += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += times * sum(matmul_flops(inner) for inner in _inner(equation.params))
     return total

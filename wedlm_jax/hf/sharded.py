@@ -6,6 +6,7 @@ A process reads what its own devices hold, one parameter at a time; what several
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +30,15 @@ def read_sharded(tensors: StoredTensors, config: ModelConfig, mesh: Mesh) -> dic
     """
     shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(config, 0)).items()}
     shardings = param_shardings(mesh, param_axes(config), shapes)
-    params = {}
+    params: dict[str, jax.Array] = {}
     for row in rows(config):
 
         @functools.cache
         def read(bounds: tuple[tuple[int, int], ...], row: Row = row) -> np.ndarray:
             return read_part(tensors, row, config, tuple(slice(*ends) for ends in bounds))
 
-        def of_device(part: Part, shape: tuple[int, ...] = shapes[row.ours], read=read) -> np.ndarray:
+        def of_device(part: Part | None, shape: tuple[int, ...] = shapes[row.ours], read: Any = read) -> np.ndarray:
+            assert part is not None  # jax types it so, and passes slices
             return read(tuple(cut.indices(size)[:2] for cut, size in zip(part, shape, strict=True)))
 
         params[row.ours] = jax.make_array_from_callback(shapes[row.ours], shardings[row.ours], of_device)
