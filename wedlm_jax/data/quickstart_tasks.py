@@ -163,7 +163,7 @@ _DRAW: dict[str, Callable[[np.random.Generator], Problem]] = {
     "copying": _copying,
 }
 TASKS: tuple[str, ...] = tuple(_DRAW)
-MIXTURE = (0.5, 0.22, 0.28)  # share of the training problems, in the order of TASKS
+MIXTURE = (0.42, 0.33, 0.25)  # share of the training problems, in the order of TASKS
 
 
 def split_of(prompt: str) -> Split:
