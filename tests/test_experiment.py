@@ -1,6 +1,7 @@
 """Experiments: found by name or file, overridden by typed fields, kept as JSON; every mistake is one clear line."""
 
 import dataclasses
+import json
 import textwrap
 
 import pytest
@@ -266,3 +267,10 @@ def test_an_experiment_without_a_model_asks_for_one_where_it_is_used(monkeypatch
     assert "name a model to start from as model.path=DIR" in message_of(load_experiment("sft").require_model)
     assert "name a model to start from as model.path=DIR" in message_of(load_experiment, "sft", ["data.path=x"])
     load_experiment("sft", ["data.path=chat.jsonl", "model.path=DIR"]).require_model()
+
+
+def test_an_unknown_field_inside_a_mixture_is_named(monkeypatch, folder):
+    monkeypatch.chdir(folder / "experiments" / "..")
+    tree = load_experiment("qwen3_8b_cpt").to_dict()
+    tree["data"]["mixture"][1]["wieght"] = 3
+    assert "data.mixture.1.wieght: unexpected keyword" in message_of(Experiment.from_json, json.dumps(tree), "x.json")

@@ -313,3 +313,22 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_2(arguments, messa
     shown = capsys.readouterr().err
     assert exit.value.code == 2
     assert message in shown and shown.count("\n") == 1
+
+
+def test_decoding_stops_where_the_training_data_end_a_turn(tmp_path):
+    """The end token of the data joins the end ids that the workdir's model carries."""
+    experiment = override(EXPERIMENT, "data.end_token=<|endoftext|>", "train.steps=1", "train.checkpoint_every=1")
+    train(experiment, tmp_path)
+    model = load(tmp_path)
+    assert model.tokenizer is not None
+    ends = [model.tokenizer.eos_token_id, model.tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    assert model.eos_token_ids == tuple(dict.fromkeys(ends))
+
+
+def test_a_bucket_as_workdir_is_refused_before_anything_is_written(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "--exp", "quickstart_base", "--workdir", "gs://bucket/run"])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    assert exit.value.code == 2 and "mount the bucket" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

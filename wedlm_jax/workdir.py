@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.checkpoint import ModelFile, differences, saved_steps
+from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.errors import UserError
@@ -82,8 +83,11 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     mask_token_id = initial.mask_token_id if initial is not None else None
     if mask_token_id is None:
         mask_token_id = choose_mask_token_id(model, tokenizer, experiment.objective.mask_token_id)
-    end_ids = initial.eos_token_ids if initial is not None else ()
-    ModelFile(model, mask_token_id, end_ids or (tokenizer.eos_token_id,)).write(workdir)
+    end_ids = (initial.eos_token_ids if initial is not None else ()) or (tokenizer.eos_token_id,)
+    if experiment.data.end_token is not None:  # decoding stops where the training data end a turn
+        own = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
+        end_ids = tuple(dict.fromkeys((*end_ids, own)))
+    ModelFile(model, mask_token_id, end_ids).write(workdir)
     (workdir / FILE).write_text(experiment.to_json())
 
 

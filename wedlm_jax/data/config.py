@@ -33,6 +33,8 @@ _NEED_PATH = ("chat", "text", "tokens", *_TABLES)
 class SourceConfig:
     """One source of documents. Columns are keys of a JSONL record or columns of a table."""
 
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  a key that nothing reads is an error in a mixture too
+
     source: SourceName = "quickstart_tasks"
     # stdlib_code: a folder of .py files, None the standard library of this Python; tfds: NAME[/CONFIG][:VERSION], or the
     # directory of a prepared dataset; hf_dataset: a hub id or a local folder; all others: a file, a folder, or a pattern

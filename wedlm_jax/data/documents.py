@@ -42,7 +42,7 @@ class Documents:
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self._split, self._seed = config, split, seed
-        self._tokenizer = _with_end_token(tokenizer, config.end_token)
+        self._tokenizer = with_end_token(tokenizer, config.end_token)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.epoch = sum(len(source) for source in self._sources)  # documents, of both splits where a source has both
 
@@ -133,7 +133,8 @@ def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
         )
 
 
-def _with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) -> PreTrainedTokenizerBase:
+def with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) -> PreTrainedTokenizerBase:
+    """A tokenizer whose eos token is `end_token`; the given one where that is None."""
     if end_token is None:
         return tokenizer
     if end_token not in tokenizer.get_vocab():
