@@ -131,7 +131,9 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     validation = None
     if config.eval_every:
         if config.eval_samples and jax.process_count() > 1:
-            say(f"{experiment.name}: held-out losses, but no completions (train.eval_samples): these take a single process")
+            say(
+                f"{experiment.name}: held-out losses, but no completions (train.eval_samples): these take a single process"
+            )
         validation = Validation(
             experiment.data, experiment.evaluation, settings, tokenizer, model_file.eos_token_ids, mesh,
             rows=config.batch_size // config.micro_batches,
