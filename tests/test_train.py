@@ -176,11 +176,10 @@ def test_watching_changes_nothing_that_is_learned(finished, tmp_path):
 
 
 def test_held_out_data_that_is_asked_for_and_not_there_is_told(tmp_path):
-    (tmp_path / "chat.jsonl").write_text('{"prompt": "Say a.", "completion": "a"}\n')
+    (tmp_path / "text.txt").write_text("Tom has three apples. " * 40)
     experiment = with_overrides(
-        "data.source=chat", f"data.path={tmp_path / 'chat.jsonl'}", "data.held_out_share=0",
-        "data.plain_prompt=true", "train.eval_every=2",
-    )  # fmt: skip
+        "data.source=text", f"data.path={tmp_path / 'text.txt'}", "data.held_out_share=0", "train.eval_every=2"
+    )
     message = message_of(experiment, tmp_path / "run")
     assert message.startswith("train.eval_every asks for held-out data: ") and "data.held_out_share" in message
 
