@@ -103,6 +103,7 @@ def test_killed_in_a_step_in_a_save_and_after_one(train, uninterrupted, tmp_path
     ]  # nothing half written is left
 
 
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif(not FULL, reason="twenty kills: launch/test.sh --full")
 def test_killed_twenty_times_at_random_moments(train, uninterrupted, tmp_path):
     expected, seconds = uninterrupted

@@ -66,7 +66,7 @@ def workdir(tmp_path):
     with Checkpoints(directory, keep=2) as checkpoints:
         for step in (1, 2):
             state = new_state(init_params(config, step), OptimizerConfig())
-            checkpoints.save(state, step, {})
+            checkpoints.save(state, step, {}, {})
     return directory, config, state.params
 
 

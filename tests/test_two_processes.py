@@ -16,7 +16,7 @@ from wedlm_jax.checkpoint import load_params, saved_steps
 from wedlm_jax.lifeline import TRY_AGAIN
 
 RUNNER = Path(__file__).parent / "one_of_several.py"
-STEPS, KILLED_AT = 5, 4  # saved every 2 steps
+STEPS, KILLED_AT = 6, 5  # saved every 2 steps; the save of step 4 waits until that of step 2 is done
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +86,11 @@ def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder):
     assert killed == -9
     assert survivor == TRY_AGAIN, said
     assert "error: process 1 of 2 is gone" in said and "so process 0 stops too; start all of them again" in said
-    assert saved_steps(folder / "two") == [2]
+    assert saved_steps(folder / "two") in ([2], [2, 4])
 
     for status, error in run(folder, "two", 2):
         assert status == 0, error
-    assert [step for step, _ in losses(folder / "two")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in losses(folder / "two")] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses(folder / "two"), losses(folder / "one"), rtol=2e-5)
     (_, expected), (_, params) = load_params(folder / "one"), load_params(folder / "two")
     for name, value in jax.device_get(expected).items():

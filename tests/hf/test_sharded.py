@@ -74,6 +74,6 @@ def test_a_truncated_file_is_named_before_anything_is_placed(tmp_path):
         load(tmp_path, "float32", mesh=make_mesh(MESHES[0]))
 
 
-def test_a_mesh_that_cuts_no_head_is_named():
-    with pytest.raises(UserError, match="mesh.tensor=8 does not divide heads="):
+def test_a_mesh_that_does_not_divide_the_model_is_named():
+    with pytest.raises(UserError, match="mesh.tensor=8 does not divide vocab=220 of embed.embedding"):
         load(ORACLE / "qwen3_plain" / "model", "float32", mesh=make_mesh(MeshConfig(data=1, tensor=8)))
