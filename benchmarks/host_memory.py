@@ -1,6 +1,6 @@
 """What `keep_freed_memory` saves in a training step on CPU: the quickstart's WeDLM step with and without it.
 
-    python benchmarks/host_memory.py
+    python -m benchmarks.host_memory
 
 Each case is a process of its own, for glibc is set once; the two take turns, and the medians over the rounds are printed.
 """
@@ -75,7 +75,7 @@ def main() -> None:
     found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
     for _ in range(ROUNDS):
         for case, results in found.items():
-            run = [sys.executable, __file__, "--case", case]
+            run = [sys.executable, "-m", "benchmarks.host_memory", "--case", case]
             results.append(json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout))
     print("| keep_freed_memory | wall, ms | user, ms | system, ms | page faults |\n|---|---|---|---|---|")
     for case, results in found.items():

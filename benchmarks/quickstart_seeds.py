@@ -1,6 +1,6 @@
 """The quickstart with several training seeds: what it reaches, and how far seeds differ.
 
-    python benchmarks/quickstart_seeds.py --seeds 0 1 2
+    python -m benchmarks.quickstart_seeds --seeds 0 1 2
 
 Trains base and adaptation for every seed under runs/seeds/SEED (what is finished there is kept), evaluates each, and
 prints one Markdown row for every decoder and task with the value of each seed. About nine minutes a seed on two CPU cores.

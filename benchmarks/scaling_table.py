@@ -1,7 +1,7 @@
 """docs/scaling.md's table: training steps compiled ahead of time for TPU slices, and the others by formula.
 
-    python benchmarks/scaling_table.py              # writes the table from the logs that are there
-    python benchmarks/scaling_table.py --compile    # first compiles the cells that have no log, one after the other
+    python -m benchmarks.scaling_table              # writes the table from the logs that are there
+    python -m benchmarks.scaling_table --compile    # first compiles the cells that have no log, one after the other
 
 Compiling needs libtpu (pip install 'wedlm_jax[tpu]'; no TPU), and a few minutes of a core a cell. The logs are
 docs/scaling/MODEL_KIND_CHIPS.txt, as `python -m wedlm_jax.train --compile-only` prints them.

@@ -1,6 +1,6 @@
 """What the loop costs around the steps of an experiment: time to the first step, steps per second, the host's share.
 
-    python benchmarks/train_loop.py --exp stdlib_code --steps 60
+    python -m benchmarks.train_loop --exp stdlib_code --steps 60
 
 Trains in a folder that is removed afterwards, without checkpoints but the last. The host's share of a step is the time in
 which it does not wait for the device: drawing the batch, putting it on the device, dispatching the step, writing metrics.

@@ -7,7 +7,7 @@
 Two CPU cores, about 5 minutes. Expect, on held-out problems (n = 100; training seeds 0, 1, 2): AR accuracy on word problems
 98, 100, 99 % against 99, 100, 100 % of the base; verified decoding equal to AR token for token, at 4.0, 4.0, 4.6 tokens per
 forward on word problems and 6.9, 6.5, 6.7 on counting. Streaming is less exact: 39, 51, 63 % on word problems at tau 0.4,
-3.1, 2.8, 3.7 tokens per forward. Measured by `python benchmarks/quickstart_seeds.py`; the tables are in README.md (seed 0)
+3.1, 2.8, 3.7 tokens per forward. Measured by `python -m benchmarks.quickstart_seeds`; the tables are in README.md (seed 0)
 and benchmarks/RESULTS.md.
 """
 

@@ -4,7 +4,7 @@
 
 Two CPU cores, about 3 minutes. Expect 99 to 100 % exact match on held-out word problems and 100 % on counting (training
 seeds 0, 1, 2; n = 100). Copying is learned last: 1, 95 and 2 % for the three seeds. Measured by
-`python -m wedlm_jax.evaluate --exp quickstart` and `python benchmarks/quickstart_seeds.py`.
+`python -m wedlm_jax.evaluate --exp quickstart` and `python -m benchmarks.quickstart_seeds`.
 """
 
 from wedlm_jax.experiment import (
