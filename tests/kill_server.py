@@ -88,7 +88,12 @@ def run(order: dict) -> int:
             sys.stderr.flush()
             os._exit(status)
     if order["after"] is not None:
-        time.sleep(order["after"])
+        end = time.monotonic() + order["after"]
+        while time.monotonic() < end:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
         os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
