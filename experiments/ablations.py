@@ -4,8 +4,8 @@
 
 Adapts the quickstart's base with eight settings and three training seeds, and measures each on held-out word problems
 (n = 100): masked-token loss, AR and streaming accuracy, p_cache and what verified decoding gains. Every run is half as long
-as the quickstart's adaptation. Two CPU cores, about two hours; a stopped study goes on where it was. Table and plot land in
-runs/ablations.
+as the quickstart's adaptation. A stopped study goes on where it was. Table and plot land in runs/ablations. Not run by us yet:
+from the times of the quickstart we expect about two hours on two CPU cores, and have no numbers to give.
 """
 
 import dataclasses

@@ -3,8 +3,9 @@
     python -m wedlm_jax.train --exp qwen3_0p6b_sft data.path=chat.jsonl
     python -m wedlm_jax.train --exp qwen3_0p6b_sft mesh.data=1 mesh.fsdp=8 --compile-only v5e:2x4
 
-Settings follow section 6.1 of the paper (learning rate 3e-6, cosine, blocks of 32). One accelerator of 40 GB, or a v5e slice
-of 8 chips with mesh.fsdp=8. Not run by us at this size: memory and least times, by compiler, are in docs/scaling.md.
+Settings follow section 6.1 of the paper (learning rate 3e-6, cosine, blocks of 32). A v5e slice of 8 chips holds it, by
+compiler (docs/scaling.md); parameters, gradients and optimizer are 16 bytes a parameter, 10 GB, on a single accelerator. Not run
+by us at this size.
 """
 
 from wedlm_jax.experiment import (

@@ -22,11 +22,12 @@ from jax.sharding import Mesh
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
+from wedlm_jax.metrics.throughput import PEAK_FLOPS
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.program_costs import COLLECTIVES, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
-from wedlm_jax.train_step import StepSettings, compile_step, wedlm_step
+from wedlm_jax.train_step import compile_step, wedlm_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +41,9 @@ class Chip:
 
 
 CHIPS = {
-    "v5e": Chip(flops=197e12, hbm=16 * 2**30, hbm_bandwidth=819e9, ici_bandwidth=1600e9 / 8),
-    "v5p": Chip(flops=459e12, hbm=95 * 2**30, hbm_bandwidth=2765e9, ici_bandwidth=4800e9 / 8),
-    "v6e": Chip(flops=918e12, hbm=32 * 2**30, hbm_bandwidth=1640e9, ici_bandwidth=3200e9 / 8),
+    "v5e": Chip(flops=PEAK_FLOPS["TPU v5e"], hbm=16 * 2**30, hbm_bandwidth=819e9, ici_bandwidth=1600e9 / 8),
+    "v5p": Chip(flops=PEAK_FLOPS["TPU v5p"], hbm=95 * 2**30, hbm_bandwidth=2765e9, ici_bandwidth=4800e9 / 8),
+    "v6e": Chip(flops=PEAK_FLOPS["TPU v6e"], hbm=32 * 2**30, hbm_bandwidth=1640e9, ici_bandwidth=3200e9 / 8),
 }
 ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
 
@@ -147,23 +148,9 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
     Raises:
       UserError: the experiment has no model of its own, or its batch cannot be split over the mesh.
     """
-    config = experiment.train
-    parts = config.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.batch_size % parts:
-        raise UserError(
-            f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
-            f"x mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']}; make it a multiple"
-        )
-    settings = StepSettings(
-        model=_own_model(experiment),
-        objective=experiment.objective,
-        optimizer=experiment.optimizer,
-        mask_token_id=experiment.objective.mask_token_id or 0,
-        total_steps=config.steps,
-        seed=config.seed,
-        micro_batches=config.micro_batches,
-    )
-    shape, sharding = (config.batch_size, experiment.data.row_length), batch_sharding(mesh)
+    experiment.check_batch(mesh)
+    settings = experiment.step_settings(_own_model(experiment), experiment.objective.mask_token_id or 0)
+    shape, sharding = (experiment.train.batch_size, experiment.data.row_length), batch_sharding(mesh)
     batch = PackedBatch(
         **{
             field.name: jax.ShapeDtypeStruct(shape, bool if field.name == "loss_mask" else jnp.int32, sharding=sharding)

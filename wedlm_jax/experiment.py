@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+from jax.sharding import Mesh
 
 from wedlm_jax.config_tree import fields_of, from_json, is_none, read_value, sections_of, unknown_field, validated
 from wedlm_jax.data.config import DataConfig, WeightedSource
@@ -28,7 +29,7 @@ from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.study import Measure, Stage, Study
-from wedlm_jax.train_step import ObjectiveConfig
+from wedlm_jax.train_step import ObjectiveConfig, StepSettings
 
 __all__ = [
     "DataConfig",
@@ -161,6 +162,27 @@ class Experiment:
                 "model and init_from are both None; name a model to start from as model.path=DIR (a workdir, a Hugging "
                 "Face directory or a hub id), or give the shape of one"
             )
+
+    def check_batch(self, mesh: Mesh) -> None:
+        """Raises a `UserError` where the rows of a step cannot be split evenly over the mesh and the micro-batches."""
+        config, data, fsdp = self.train, mesh.shape["data"], mesh.shape["fsdp"]
+        if config.batch_size % (config.micro_batches * data * fsdp):
+            raise UserError(
+                f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
+                f"x mesh.data={data} x mesh.fsdp={fsdp}; make it a multiple"
+            )
+
+    def step_settings(self, model: ModelConfig, mask_token_id: int) -> StepSettings:
+        """What its training step is compiled for, with the model and the mask id that it comes to."""
+        return StepSettings(
+            model=model,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            mask_token_id=mask_token_id,
+            total_steps=self.train.steps,
+            seed=self.train.seed,
+            micro_batches=self.train.micro_batches,
+        )
 
     @property
     def workdir(self) -> Path:

@@ -9,8 +9,9 @@ from types import FrameType
 import jax
 
 from wedlm_jax.distributed import any_process
+from wedlm_jax.lifeline import TRY_AGAIN
 
-EXIT_STATUS = 75  # "temporary failure; try again" of sysexits.h: the same command goes on from the saved step
+EXIT_STATUS = TRY_AGAIN  # the same command goes on from the saved step
 STEPS_BETWEEN_AGREEMENTS = 10  # with several processes: to agree costs a wait for the devices
 
 

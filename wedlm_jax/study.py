@@ -15,12 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from rich.console import Console
 from rich.table import Table
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 
 from wedlm_jax.errors import UserError
 
@@ -155,6 +151,11 @@ def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Tab
 
 def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
     """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar."""
+    import matplotlib  # here, because every experiment imports this module and none of them draws
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     arms = list(values)
     figure, panels = plt.subplots(
         1, len(study.measures), figsize=(2 + 3.0 * len(study.measures), 1.2 + 0.42 * len(arms)), sharey=True, dpi=110,

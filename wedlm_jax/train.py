@@ -28,7 +28,7 @@ from wedlm_jax.preemption import EXIT_STATUS, Termination
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
-from wedlm_jax.train_step import StepSettings, ar_step, compile_step, place, wedlm_step
+from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import load_initial, prepare_workdir, progress_of, refuse_another_experiment, tokenizer_of
 
 
@@ -103,11 +103,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 
     # Devices, model, tokenizer, data. A resumed run reads model and tokenizer from its workdir alone.
     mesh = make_mesh(experiment.mesh)
-    if config.batch_size % (config.micro_batches * mesh.shape["data"] * mesh.shape["fsdp"]):
-        raise UserError(
-            f"train.batch_size={config.batch_size} cannot be split over train.micro_batches={config.micro_batches} "
-            f"x mesh.data={mesh.shape['data']} x mesh.fsdp={mesh.shape['fsdp']}; make it a multiple"
-        )
+    experiment.check_batch(mesh)
     initial = load_initial(experiment, mesh) if not resumed and experiment.init_from else None
     if not resumed and is_main():
         prepare_workdir(experiment, initial, workdir)
@@ -118,15 +114,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         experiment.data, tokenizer, objective.block_size, config.batch_size, config.seed,
         process_index=jax.process_index(), process_count=jax.process_count(),
     )  # fmt: skip
-    settings = StepSettings(
-        model=model_file.config,
-        objective=objective,
-        optimizer=experiment.optimizer,
-        mask_token_id=model_file.mask_token_id,
-        total_steps=config.steps,
-        seed=config.seed,
-        micro_batches=config.micro_batches,
-    )
+    settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from wedlm_jax.data.records import Raw, Record
 from wedlm_jax.errors import UserError
 
 
-class Table:
+class Table(abc.ABC):
     """Rows of named columns. A subclass opens them; a worker process opens them again."""
 
     splits_itself = False
@@ -39,9 +40,9 @@ class Table:
     def parse(self, index: int, raw: Raw) -> Record:
         return read_record(raw, self._config)
 
+    @abc.abstractmethod
     def open(self) -> Any:
         """Rows with a length and random access; sets `_columns`."""
-        raise NotImplementedError
 
     def _opened(self) -> Any:
         if self._rows is None:
@@ -103,9 +104,7 @@ class TfdsTable(Table):
         self._choose(list(builder.info.features or ()))
         try:
             return builder.as_data_source(split)
-        except (
-            Exception
-        ) as error:  # the format without random access is a NotImplementedError, a lost file another type
+        except Exception as error:  # a format without random access and a lost file are of several types
             raise UserError(
                 f"{self._path}: no random access ({reason(error)}); prepare it with --file_format=array_record"
             ) from None

@@ -27,11 +27,8 @@ def corrupt(
       masked bool [B, L], and the drawn mask_ratio float32 [B, M] (gamma, not the realised share), M = L / J.
     """
     B, L = candidates.shape
-    chex.assert_equal_shape([candidates, document_ids, positions])
-    chex.assert_type([document_ids, positions], int)
-    chex.assert_is_divisible(L, block_size)
-    first = slice(None, None, block_size)
-    document, block = document_ids[:, first], positions[:, first] // block_size
+    chex.assert_equal_shape([candidates, document_ids])
+    document, block = blocks_of(document_ids, positions, block_size)
 
     def draw(document: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         ratio_key, order_key = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, document), block))
@@ -57,11 +54,8 @@ def corrupt_documents(
       masked bool [B, L], and the gamma of the document that each block belongs to, float32 [B, M].
     """
     B, L = candidates.shape
-    chex.assert_equal_shape([candidates, document_ids, positions])
-    chex.assert_type([document_ids, positions], int)
-    chex.assert_is_divisible(L, block_size)
-    first = slice(None, None, block_size)
-    document, block = document_ids[:, first], positions[:, first] // block_size
+    chex.assert_equal_shape([candidates, document_ids])
+    document, block = blocks_of(document_ids, positions, block_size)
 
     def draw(document: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         ratio_key, score_key = jax.random.split(jax.random.fold_in(key, document))
@@ -70,6 +64,15 @@ def corrupt_documents(
 
     mask_ratio, scores = jax.vmap(jax.vmap(draw))(document, block)
     return candidates & (scores < mask_ratio[..., None]).reshape(B, L), mask_ratio
+
+
+def blocks_of(document_ids: jax.Array, positions: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """For every block of packed rows [B, L], its document's id and its number in that document, each int [B, M]."""
+    chex.assert_equal_shape([document_ids, positions])
+    chex.assert_type([document_ids, positions], int)
+    chex.assert_is_divisible(document_ids.shape[1], block_size)
+    first = slice(None, None, block_size)
+    return document_ids[:, first], positions[:, first] // block_size
 
 
 def mask_lowest(scores: jax.Array, candidates: jax.Array, mask_ratio: jax.Array) -> jax.Array:
