@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.errors import UserError
@@ -104,6 +106,38 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x` cut as the rules say for these names of its axes; None for an axis that is whole. Outside `on_mesh`, x itself."""
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
+
+
+def attend_over_mesh(
+    attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, rows: Any = None
+) -> jax.Array:
+    """`attend(q, k, v, rows)`, by each device on its own rows of the batch and its own heads.
+
+    Attention mixes neither, so the devices need nothing of each other; a kernel, a loop or a custom gradient, into which
+    the partitioner does not look, stays whole inside. Where the tensor axis does not divide the K kv heads, they are
+    repeated until it does, and a device holds only those that its own query heads read. Outside `on_mesh`, `attend` itself.
+
+    Args:
+      attend: a function of one device, returning [B, T, N, H].
+      q_BTNH, k_BSKH, v_BSKH: queries, keys and values, N a multiple of K.
+      rows: whatever else `attend` reads of each row, a tree of arrays [B, ...].
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return attend(q_BTNH, k_BSKH, v_BSKH, rows)
+    queries = _spec(mesh.shape, ("batch", None, "heads", None), q_BTNH.shape)
+    if queries[2]:
+        kv_heads = k_BSKH.shape[2]
+        repeats = math.lcm(kv_heads, mesh.shape["tensor"]) // kv_heads
+        k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH))
+    on_devices = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(queries, queries, queries, PartitionSpec(queries[0])),
+        out_specs=queries,
+        check_vma=False,  # Pallas kernels do not say over which axes their outputs vary
+    )
+    return on_devices(q_BTNH, k_BSKH, v_BSKH, rows)
 
 
 def batch_parts() -> int:
