@@ -219,3 +219,11 @@ def test_an_arch_that_would_run_another_forward_pass_is_refused(arch, bias, norm
     config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
     with pytest.raises(UserError, match=mend):
         to_hf(config, arch, mask_token_id=None, special_ids={})
+
+
+def test_learned_absolute_positions_have_no_hf_form():
+    config = dataclasses.replace(from_hf(RAW, FILE), position_embedding_type="learned_absolute")
+    with pytest.raises(
+        UserError, match="arch=wedlm has RoPE, this model learned_absolute positions; it has no HF form"
+    ):
+        to_hf(config, "wedlm", mask_token_id=None, special_ids={})

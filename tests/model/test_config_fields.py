@@ -27,6 +27,7 @@ CHANGES = {
     "num_heads": (2, {"params"}),
     "num_kv_heads": (1, {"params", "cache"}),
     "head_dim": (8, {"params", "cache"}),
+    "position_embedding_type": ("learned_absolute", {"params", "logits"}),
     "rope_theta": (100.0, {"logits", "program"}),
     "rms_norm_eps": (0.1, {"logits", "program"}),
     "max_position_embeddings": (20, {"check"}),
@@ -156,6 +157,10 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
+        (
+            {"position_embedding_type": "alibi"},
+            "position_embedding_type='alibi' is unknown; choose rope or learned_abs",
+        ),
     ],
 )
 def test_values_that_cannot_be_are_one_clear_line(fields, message):

@@ -159,6 +159,10 @@ def require_fit(config: ModelConfig, arch: str) -> None:
     """Raises `UserError` where tools that read `arch` would run a forward pass other than ours."""
     if arch not in get_args(Arch):
         raise UserError(f"arch={arch!r} is unknown; choose wedlm, qwen3 or qwen2")
+    if config.position_embedding_type != "rope":
+        raise UserError(
+            f"arch={arch} has RoPE, this model {config.position_embedding_type} positions; it has no HF form"
+        )
     have = f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
     other = {(True, False): "qwen2 or wedlm", (False, True): "qwen3 or wedlm", (False, False): "wedlm"}
     mend = other.get((config.qkv_bias, config.qk_norm), "no arch; train with one of the two")

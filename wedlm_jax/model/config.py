@@ -33,6 +33,8 @@ class ModelConfig:
     num_heads: int  # N
     num_kv_heads: int  # K
     head_dim: int  # H; not hidden_size / num_heads in general (Qwen3-0.6B and 4B)
+    # "learned_absolute" is GPT-2's table by place in memory: it breaks the method, and is here to show that it does.
+    position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
     rope_theta: float = 1_000_000.0
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32_768  # the context: prompt + generated tokens; mask slots may pass it
@@ -49,6 +51,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.remat not in ("none", "dots", "full"):
             raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
+        if self.position_embedding_type not in ("rope", "learned_absolute"):
+            raise UserError(
+                f"model.position_embedding_type={self.position_embedding_type!r} is unknown; choose rope or learned_absolute"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}"

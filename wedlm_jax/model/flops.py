@@ -10,11 +10,11 @@ import jax
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params
 
-_OUTSIDE_THE_LAYERS = ("embed.", "lm_head.")
+_OUTSIDE_THE_LAYERS = ("embed.", "embed_positions.", "lm_head.")
 
 
 def non_embedding_parameters(config: ModelConfig) -> int:
-    """Parameters without the embedding and the output layer."""
+    """Parameters without the embeddings and the output layer."""
     shapes = jax.eval_shape(lambda: init_params(config, 0))
     return sum(math.prod(x.shape) for name, x in shapes.items() if not name.startswith(_OUTSIDE_THE_LAYERS))
 

@@ -58,20 +58,23 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        shape = (config.vocab_size, config.hidden_size)
-        init = nnx.initializers.normal(EMBEDDING_STDDEV)
-        self.dtype = config.dtype
-        self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=("vocab", "embed"))
+    """A table [rows, D]; `axis` names its rows."""
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __init__(self, config: ModelConfig, rows: int, axis: str, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(EMBEDDING_STDDEV)
+        self.dtype, self.axis = config.dtype, axis
+        shape = (rows, config.hidden_size)
+        self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=(axis, "embed"))
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """[B, L, D] of ids [B, L]; an id past the table reads its last row."""
         # Whole along D before the look-up: the rows of a batch are cut over the same devices as D.
-        table_VD = constrain(self.embedding[...].astype(self.dtype), "vocab", None)
-        return constrain(table_VD[tokens], "batch", None, None)
+        table = constrain(self.embedding[...].astype(self.dtype), self.axis, None)
+        return constrain(table[ids], "batch", None, None)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with RoPE; queries and keys are normalised first where the config says so (Qwen3)."""
+    """Grouped-query attention, with RoPE if `rope` is given; queries and keys are normalised first in Qwen3."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -90,7 +93,7 @@ class Attention(nnx.Module):
         self,
         x_BLD: jax.Array,
         *,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, jax.Array] | None,
         pattern: Pattern,
         cache: KVCache | None,
         layer: jax.Array,
@@ -98,7 +101,8 @@ class Attention(nnx.Module):
         q, k, v = self.q_proj(x_BLD), self.k_proj(x_BLD), self.v_proj(x_BLD)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        if rope is not None:
+            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         if isinstance(pattern, CachedWindow):
@@ -137,7 +141,7 @@ class Layer(nnx.Module):
         self,
         x_BLD: jax.Array,
         *,
-        rope: tuple[jax.Array, jax.Array],
+        rope: tuple[jax.Array, jax.Array] | None,
         pattern: Pattern,
         cache: KVCache | None,
         layer: jax.Array,

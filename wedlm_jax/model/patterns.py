@@ -1,7 +1,8 @@
 """Who sees whom: the three attention patterns of the one forward pass.
 
 Positions belong to RoPE alone. A pattern reads physical indices and segment ids, never positions: after reordering the two
-disagree, and a mask made from positions would be silently wrong.
+disagree, and a mask made from positions would be silently wrong. `physical_index` counts along memory from the start of a
+document; without masks it is the position.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ class Causal:
         if self.segment_ids is not None:
             visible = visible & same_segment(self.segment_ids, self.segment_ids)
         return visible
+
+    def physical_index(self, length: int) -> jax.Array:
+        """int [1 or B, L]."""
+        index = jnp.arange(length)[None]
+        if self.segment_ids is None:
+            return index
+        first = jnp.diff(self.segment_ids, axis=1, prepend=-1) != 0  # of each document, and of each run of padding
+        return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -81,6 +90,10 @@ class DualStream:
             visible = visible & jnp.tril(jnp.ones((self.block_size, self.block_size), bool))[None]
         return visible
 
+    def physical_index(self, length: int) -> jax.Array:
+        """int [B, 2L]: each stream counts for itself, and reordering moves tokens inside their block alone."""
+        return jnp.tile(Causal(self.segment_ids).physical_index(length // 2), 2)
+
     def _to_blocks(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, self.block_size, *x.shape[2:])
 
@@ -106,6 +119,10 @@ class CachedWindow:
         """bool [B, T, S]."""
         own_slot = self.length[:, None, None] + jnp.arange(window)[None, :, None]
         return jnp.arange(slots)[None, None, :] <= own_slot
+
+    def physical_index(self, window: int) -> jax.Array:
+        """int [B, T]: the cache slots that the window takes."""
+        return self.length[:, None] + jnp.arange(window)[None, :]
 
 
 Pattern = Causal | DualStream | CachedWindow

@@ -28,7 +28,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = Embedding(config, rngs=rngs)
+        self.embed = Embedding(config, config.vocab_size, "vocab", rngs=rngs)
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -38,11 +38,22 @@ class Transformer(nnx.Module):
         self.layers = stack(rngs)
         self.final_norm = RMSNorm(config, config.hidden_size, "embed")
         self.lm_head = None if config.tie_word_embeddings else self._output_layer(config, rngs)
+        self.embed_positions = self._position_table(config, rngs)
 
     @staticmethod
     def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
         D, V = config.hidden_size, config.vocab_size
         return Linear(config, "BLD,DV->BLV", (D, V), ("embed", "vocab"), stddev=D**-0.5, rngs=rngs)
+
+    @staticmethod
+    def _position_table(config: ModelConfig, rngs: nnx.Rngs) -> Embedding | None:
+        """Read by physical index, as in GPT-2: a token's place in memory is its position there, and reordering moves it.
+
+        Read by explicit `positions` its rows would travel with the tokens, as RoPE's angles do, and nothing would break.
+        """
+        if config.position_embedding_type == "rope":
+            return None
+        return Embedding(config, config.max_position_embeddings, "position", rngs=rngs)
 
     @overload
     def hidden(self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern = ...) -> jax.Array: ...
@@ -55,7 +66,8 @@ class Transformer(nnx.Module):
 
         Args:
           tokens: int [B, L], in physical order.
-          positions: int [B, L], the logical position of each token; RoPE reads these and nothing else does.
+          positions: int [B, L], the logical position of each token; RoPE reads these and nothing else does. A model with
+            learned absolute positions ignores them and reads the pattern's physical index.
           pattern: who sees whom, by physical order.
           cache: the KV cache that a `CachedWindow` pattern writes and reads.
 
@@ -68,7 +80,11 @@ class Transformer(nnx.Module):
         if (cache is None) == isinstance(pattern, CachedWindow):
             raise ValueError("pass a cache with the CachedWindow pattern, and with no other")
         with jax.default_matmul_precision(self.config.matmul_precision):
-            rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+            x_BLD, rope = self.embed(tokens), None
+            if self.embed_positions is None:
+                rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+            else:
+                x_BLD = x_BLD + self.embed_positions(pattern.physical_index(tokens.shape[1]))
             graph, stacked = nnx.split(self.layers)
 
             def run_layer(carry, index_and_state):
@@ -81,7 +97,7 @@ class Transformer(nnx.Module):
                 run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
             # The cache rides in the carry: as scanned input and output it would be copied at every step.
             indexed = (jnp.arange(self.config.num_layers), stacked)
-            (x_BLD, cache), _ = jax.lax.scan(run_layer, (self.embed(tokens), cache), indexed)
+            (x_BLD, cache), _ = jax.lax.scan(run_layer, (x_BLD, cache), indexed)
             hidden = self.final_norm(x_BLD)
         return hidden if cache is None else (hidden, cache)
 
