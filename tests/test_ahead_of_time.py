@@ -13,6 +13,7 @@ from wedlm_jax import ahead_of_time
 from wedlm_jax.ahead_of_time import CHIPS, StepReport, canonical, compile_only
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, load_experiment, override
+from wedlm_jax.program_costs import GATHERING
 from wedlm_jax.train import main
 
 REPORT = StepReport(
@@ -49,6 +50,12 @@ def test_the_report_adds_up():
     assert "peak                     13.001 GB a chip, of 17 GB" in text
     assert "all-gather               50.000 GB sent a chip" in text
     assert text.endswith("a step takes at least 0.500 s (FLOPs): a lower bound, not a measurement")
+
+
+def test_what_a_sum_gathers_is_moved_once_though_it_is_sent_twice():
+    by_sum = dataclasses.replace(REPORT, traffic={GATHERING: 100e9, "reduce-scatter": 50e9})
+    assert by_sum.seconds["HBM"] == REPORT.seconds["HBM"] and by_sum.seconds["ICI"] == 150e9 / 200e9
+    assert "gathering all-reduce    100.000 GB sent a chip" in "\n".join(by_sum.lines())
 
 
 def test_an_experiment_compiles_without_weights_or_data(eight_cpus_as_a_slice):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.tiny_training import MODEL, SETTINGS, packed_batch
-from wedlm_jax.program_costs import Collective, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.program_costs import GATHERING, Collective, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import compile_step, wedlm_step
@@ -57,6 +57,48 @@ def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
     }
 
 
+AS_A_SUM = """HloModule example
+
+%placed (param_0.1: bf16[64,8], param_1.1: bf16[1,8], param_2.1: s32[]) -> bf16[64,8] {
+  %param_0.1 = bf16[64,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %param_1.1 = bf16[1,8]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  %param_2.1 = s32[]{:T(128)} parameter(2)
+  %dynamic-update-slice.8 = bf16[64,8]{1,0:T(8,128)(2,1)} dynamic-update-slice(%param_0.1, %param_1.1, %param_2.1)
+  ROOT %bitcast.9 = bf16[64,8]{1,0:T(8,128)(2,1)} bitcast(%dynamic-update-slice.8)
+}
+
+%plain (param_0.2: bf16[64,8]) -> bf16[64,8] {
+  %param_0.2 = bf16[64,8]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %add.3 = bf16[64,8]{1,0:T(8,128)(2,1)} add(%param_0.2, %param_0.2)
+}
+
+ENTRY %main (param: bf16[1,8]) -> bf16[64,8] {
+  %broadcast.1 = bf16[64,8]{1,0:T(8,128)(2,1)} broadcast(%constant.1), dimensions={}
+  %dynamic-update-slice.1 = bf16[64,8]{1,0:T(8,128)(2,1)} dynamic-update-slice(%broadcast.1, %param, %offset)
+  %copy-start.1 = (bf16[64,8]{1,0:T(8,128)(2,1)S(1)}, bf16[64,8]{1,0}, u32[]{:S(2)}) copy-start(%dynamic-update-slice.1)
+  %copy-done.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.1)
+  %fusion.1 = bf16[64,8]{1,0} fusion(%broadcast.1, %param, %offset), calls=%placed
+  %all-reduce.1 = (bf16[64,8], bf16[64,8]) all-reduce(%copy-done.1, /*index=1*/%fusion.1), channel_id=1, replica_groups=[1,64]<=[64]
+  %all-reduce.2 = bf16[64,8]{1,0} all-reduce(%dynamic-update-slice.1), channel_id=2, replica_groups=[1,64]<=[64]
+  %fusion.2 = bf16[64,8]{1,0} fusion(%gradient), calls=%plain
+  %all-reduce.3 = (bf16[64,8], bf16[64,8]) all-reduce(%copy-done.1, %fusion.2), channel_id=3, replica_groups=[1,64]<=[64]
+  %fusion.3 = bf16[64,8]{1,0} fusion(%gradient, %param, %offset), calls=%placed
+  %all-reduce.4 = bf16[64,8]{1,0} all-reduce(%fusion.3), channel_id=4, replica_groups=[1,64]<=[64]
+}
+"""
+
+
+def test_a_gather_that_is_compiled_as_a_sum_of_zeros_and_own_parts_is_read_as_one():
+    """As on v5p:4x4x4. A sum of anything else is none: not of a gradient, nor of an array of which a part is replaced."""
+    assert sorted(collectives(AS_A_SUM)) == [
+        Collective("all-reduce", (64, 8), 1024, 1, 64),
+        Collective("all-reduce", (64, 8), 2048, 1, 64),
+        Collective(GATHERING, (64, 8), 1024, 1, 64),
+        Collective(GATHERING, (64, 8), 2048, 1, 64),
+    ]
+    assert traffic_by_kind(collectives(AS_A_SUM))[GATHERING] == 2 * 3072 * 63 / 64
+
+
 def test_flops_count_every_run_of_a_loop_and_what_is_recomputed():
     def loss(w, x):
         layer = jax.checkpoint(lambda x, w: jnp.sin(x @ w), prevent_cse=False)
@@ -83,7 +125,7 @@ def test_no_parameter_and_no_logits_are_gathered_whole():
     sizes = {name: x.size // (layers if name.startswith("layers.") else 1) for name, x in state.params.items()}
     whole = {x.shape for name, x in state.params.items() if x.size >= 1024}
     for one in found:
-        if one.kind == "all-gather":
+        if one.kind in ("all-gather", GATHERING):
             assert one.shape not in whole, f"{one} gathers a parameter whole"
             assert vocabulary not in one.shape, f"{one} gathers along the vocabulary"
             assert one.nbytes <= 4 * max(sizes.values()) // 2, (

@@ -24,7 +24,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.metrics.throughput import PEAK_FLOPS
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.program_costs import COLLECTIVES, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import compile_step, wedlm_step
@@ -74,7 +74,9 @@ class StepReport:
         """The least time of a step by each resource; all three may run at once, so the step takes at least the largest."""
         chip = CHIPS[self.topology.partition(":")[0]]
         # Each argument is read and each output written; what is gathered is written once and read once.
-        moved = self.arguments + self.outputs + 2 * self.traffic.get("all-gather", 0.0)
+        # A gather that is compiled as a sum sends twice what it gathers.
+        gathered = self.traffic.get("all-gather", 0.0) + self.traffic.get(GATHERING, 0.0) / 2
+        moved = self.arguments + self.outputs + 2 * gathered
         return {
             "FLOPs": self.flops / chip.flops,
             "HBM": moved / chip.hbm_bandwidth,
@@ -191,6 +193,9 @@ def _devices(topology: str) -> list[jax.Device]:
             "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
             "(it needs no TPU)"
         )
+    os.environ.setdefault(
+        "ALLOW_MULTIPLE_LIBTPU_LOAD", "true"
+    )  # no TPU is touched, so several may compile side by side
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has

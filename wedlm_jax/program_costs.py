@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 
 from jax.extend import core
 
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# A gathering all-reduce is a gather that XLA compiles as a sum: each device has zeros but for its own part.
+GATHERING = "gathering all-reduce"
+COLLECTIVES = ("all-gather", GATHERING, "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+_COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
+_DEFINED = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*?)\)")
+_MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert")  # the same array elsewhere
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
@@ -59,6 +63,7 @@ class Collective(NamedTuple):
         share = (self.group - 1) / self.group
         factor = {
             "all-gather": share,
+            GATHERING: 2 * share,
             "all-reduce": 2 * share,
             "reduce-scatter": self.group - 1,  # the result is the small side
             "all-to-all": share,
@@ -93,9 +98,49 @@ def collectives(text: str) -> list[Collective]:
             if (one := _collective(line, scattered="all-reduce-scatter" in name)) is not None:
                 channel = _CHANNEL.search(line)
                 key = channel[1] if channel else f"{name}: {line}"
-                one = one._replace(times=times[name])
+                gathers = one.kind == "all-reduce" and _gathers(lines, name, line)
+                one = one._replace(kind=GATHERING if gathers else one.kind, times=times[name])
                 by_channel[key] = max(one, by_channel.get(key, one), key=lambda x: x.times * x.traffic)
     return list(by_channel.values())
+
+
+def _gathers(lines: dict[str, list[str]], name: str, line: str) -> bool:
+    """Whether all that an all-reduce sums are zeros but for the part of each device."""
+    definitions: dict[
+        str, dict[str, tuple[str, list[str], str]]
+    ] = {}  # by computation and name: opcode, operands, line
+
+    def of(computation: str) -> dict[str, tuple[str, list[str], str]]:
+        if computation not in definitions:
+            matches = ((_DEFINED.match(text), text) for text in lines.get(computation, ()))
+            definitions[computation] = {
+                m[1]: (m[2], re.findall(r"%([\w.\-]+)", m[3]), text) for m, text in matches if m
+            }
+        return definitions[computation]
+
+    def is_zeros(computation: str, operand: str) -> bool:
+        return operand in of(computation) and of(computation)[operand][0] == "broadcast"
+
+    def is_own_part(operand: str) -> bool:
+        opcode, operands, text = of(name).get(operand, ("", [], ""))
+        if opcode in _MOVED:
+            return is_own_part(operands[0])
+        if opcode == "dynamic-update-slice":
+            return is_zeros(name, operands[0])
+        if opcode != "fusion" or (called := _CALLED.search(text)) is None:
+            return False
+        inner = of(called[1])
+        root = next((d for d in inner.values() if d[2].lstrip().startswith("ROOT")), ("", [], ""))
+        while root[0] in _MOVED and root[1][0] in inner:
+            root = inner[root[1][0]]
+        if root[0] != "dynamic-update-slice":
+            return False
+        base = root[1][0]
+        given = re.search(rf"%{re.escape(base)} = .* parameter\((\d+)\)", "\n".join(lines[called[1]]))
+        return is_zeros(called[1], base) if given is None else is_zeros(name, operands[int(given[1])])
+
+    summed = _DEFINED.match(line)
+    return summed is not None and all(map(is_own_part, re.findall(r"%([\w.\-]+)", summed[3])))
 
 
 def _trips(lines: dict[str, list[str]], loop: str) -> int:
