@@ -78,7 +78,7 @@ ENTRY %main (param: bf16[1,8]) -> bf16[64,8] {
   %copy-start.1 = (bf16[64,8]{1,0:T(8,128)(2,1)S(1)}, bf16[64,8]{1,0}, u32[]{:S(2)}) copy-start(%dynamic-update-slice.1)
   %copy-done.1 = bf16[64,8]{1,0:T(8,128)(2,1)S(1)} copy-done(%copy-start.1)
   %fusion.1 = bf16[64,8]{1,0} fusion(%broadcast.1, %param, %offset), calls=%placed
-  %all-reduce.1 = (bf16[64,8], bf16[64,8]) all-reduce(%copy-done.1, /*index=1*/%fusion.1), channel_id=1, replica_groups=[1,64]<=[64]
+  %all-reduce.1 = (bf16[64,8],bf16[64,8]) all-reduce(%copy-done.1, /*index=1*/%fusion.1), channel_id=1,replica_groups=[1,64]<=[64]
   %all-reduce.2 = bf16[64,8]{1,0} all-reduce(%dynamic-update-slice.1), channel_id=2, replica_groups=[1,64]<=[64]
   %fusion.2 = bf16[64,8]{1,0} fusion(%gradient), calls=%plain
   %all-reduce.3 = (bf16[64,8], bf16[64,8]) all-reduce(%copy-done.1, %fusion.2), channel_id=3, replica_groups=[1,64]<=[64]
