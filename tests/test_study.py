@@ -1,7 +1,9 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from matplotlib.axes import Axes
 from rich.console import Console
 
 from wedlm_jax import train
@@ -94,6 +96,35 @@ def test_a_command_that_fails_ends_the_study_with_its_line(tmp_path):
     study = Study("x", {"a": (Stage("no_such_experiment"),)}, MEASURES, seeds=(0,))
     with pytest.raises(UserError, match=r"python -m wedlm_jax.train --exp no_such_experiment .* ended with 2; mend"):
         run_study(study, tmp_path, console=QUIET)
+
+
+def results_of(**by_label):
+    return {"rows": [{"task": "sums", "label": label, "accuracy": x} for label, x in by_label.items()]}
+
+
+def test_a_difference_is_the_decoders_number_minus_the_other_rows():
+    difference = Measure("gain", "accuracy", task="sums", decoder="adapted", minus="base")
+    assert difference.read(results_of(base=0.75, adapted=0.5, other=9.0), Path("x")) == -0.25
+    for missing in ("base", "adapted"):
+        rest = {"base": 0.75, "adapted": 0.5, "other": 9.0}
+        del rest[missing]
+        with pytest.raises(UserError, match="x: holds no gain; remove it"):
+            difference.read(results_of(**rest), Path("x"))
+
+
+def test_a_difference_needs_a_task_whose_rows_it_subtracts():
+    with pytest.raises(UserError, match="measure loss: minus=base names a row of a task; set task and decoder"):
+        Measure("loss", "loss", minus="base")
+
+
+def test_a_threshold_is_a_line_through_its_own_panel_alone(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        Axes, "axvline", lambda axes, x, **style: drawn.append((axes.get_subplotspec().colspan.start, x))
+    )
+    measures = (MEASURES[0], dataclasses.replace(MEASURES[1], threshold=0.25))
+    run_study(dataclasses.replace(STUDY, measures=measures), tmp_path, Commands(), QUIET)
+    assert drawn == [(1, 0.25)]
 
 
 @pytest.mark.parametrize("missing", [{"arms": {}}, {"arms": {"a": ()}}, {"measures": ()}, {"seeds": ()}])

@@ -44,6 +44,12 @@ class Measure:
     field: str  # of the row of `task` and `decoder`, or of the results themselves where there is no task
     task: str | None = None
     decoder: str | None = None  # the row's label
+    minus: str | None = None  # the label of another row of `task`, whose number is subtracted
+    threshold: float | None = None  # drawn as a line through the panel
+
+    def __post_init__(self) -> None:
+        if self.minus is not None and (self.task is None or self.decoder is None):
+            raise UserError(f"measure {self.label}: minus={self.minus} names a row of a task; set task and decoder")
 
     def read(self, results: Mapping[str, Any], source: Path) -> float:
         """The number.
@@ -51,8 +57,12 @@ class Measure:
         Raises:
           UserError: `results`, from the file `source`, does not hold it.
         """
+        number = self._of(self.decoder, results, source)
+        return number if self.minus is None else number - self._of(self.minus, results, source)
+
+    def _of(self, decoder: str | None, results: Mapping[str, Any], source: Path) -> float:
         found = [results] if self.task is None else [
-            row for row in results["rows"] if (row["task"], row["label"]) == (self.task, self.decoder)
+            row for row in results["rows"] if (row["task"], row["label"]) == (self.task, decoder)
         ]  # fmt: skip
         if not found or found[0].get(self.field) is None:
             raise UserError(f"{source}: holds no {self.label}; remove it, and the study evaluates again")
@@ -139,7 +149,7 @@ def _child_process(arguments: list[str]) -> None:
 
 
 def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Table:
-    table = Table(title=f"{study.name}: mean of {len(study.seeds)} training seeds, and their range")
+    table = Table(title=f"{study.name}: mean of the training seeds (n = {len(study.seeds)}), and their range")
     table.add_column("arm")
     for measure in study.measures:
         table.add_column(measure.label, justify="right")
@@ -150,7 +160,7 @@ def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Tab
 
 
 def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
-    """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar."""
+    """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar, a threshold a dashed line."""
     import matplotlib  # here, because every experiment imports this module and none of them draws
 
     matplotlib.use("Agg")
@@ -166,11 +176,13 @@ def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: P
             seeds = values[arm][measure.label]
             axes.plot(seeds, [place] * len(seeds), "o", color="#4e79a7", alpha=0.7)
             axes.plot([statistics.fmean(seeds)], [place], "|", color="#d1603d", markersize=18, markeredgewidth=2.5)
+        if measure.threshold is not None:
+            axes.axvline(measure.threshold, linestyle="--", color="#6b6b6b")
         axes.set_xlabel(measure.label)
         axes.grid(axis="x", color="#e4e4e4")
     panels[0, 0].set_yticks(range(len(arms)), arms)
     panels[0, 0].set_ylim(len(arms) - 0.5, -0.5)
-    figure.suptitle(f"{study.name}: a dot for each of {len(study.seeds)} training seeds, the bar is their mean")
+    figure.suptitle(f"{study.name}: a dot for each training seed (n = {len(study.seeds)}), the bar is their mean")
     figure.tight_layout()
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
