@@ -1,0 +1,180 @@
+"""The splash kernels, interpreted, against dense float64 attention: outputs, gradients, and which tiles they visit."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.conftest import FULL
+from tests.quick_jit import quick_jit
+from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.ops.attention_splash import (
+    RESIDUALS,
+    CausalMask,
+    TwoStreamMask,
+    splash_attention,
+    unsupported,
+    visited_pairs,
+)
+from wedlm_jax.sharding import MeshConfig, attend_over_mesh, batch_sharding, make_mesh, on_mesh
+
+# Documents of a row; each starts on a multiple of the block size, what is left is padding.
+PACKINGS = {"one": [1.0], "aligned": [0.25, 0.5, 0.25], "ragged": [0.2, 0.33, 0.01, 0.3], "empty": []}
+
+
+def segment_ids(documents, length, block_size):
+    row, start = np.zeros(length, np.int32), 0
+    for segment, share in enumerate(documents):
+        size = min(max(int(share * length), 1), length - start)
+        row[start : start + size] = segment + 1
+        start += -(-size // block_size) * block_size
+    return row
+
+
+def dense(mask, segments_BL):
+    """bool [B, T, T], written from the docstrings; padding sees itself alone."""
+    length, streams = mask.length, mask.tokens // mask.length
+    seen = np.zeros((mask.tokens, mask.tokens), bool)
+    for query in range(mask.tokens):
+        for key in range(mask.tokens):
+            if query < length or key >= length:
+                seen[query, key] = (key <= query) if query < length else same_block(mask, query, key)
+            else:
+                seen[query, key] = key // mask.block_size < (query - length) // mask.block_size
+    segments_BT = np.tile(segments_BL, (1, streams))
+    same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (segments_BT > 0)[:, :, None]
+    return (seen & same) | np.eye(mask.tokens, dtype=bool), segments_BT > 0
+
+
+def same_block(mask, query, key):
+    return query // mask.block_size == key // mask.block_size and (mask.bidirectional or key <= query)
+
+
+def arrays(rows, tokens, heads, kv_heads, head_dim, seed=0):
+    random = np.random.default_rng(seed)
+    shapes = [(rows, tokens, n, head_dim) for n in (heads, kv_heads, kv_heads, heads)]
+    return [np.float32(random.normal(size=shape)) for shape in shapes]
+
+
+@functools.partial(quick_jit, static_argnames="mask")
+def output_and_gradients(q, k, v, d_out, segments, mask):
+    function = lambda q, k, v: splash_attention(q, k, v, segments, mask, interpret=True)  # noqa: E731
+    out, pullback = jax.vjp(function, q, k, v)
+    return out, *pullback(d_out)
+
+
+CASES = {  # mask, documents of each row, heads, kv heads, head dim
+    "causal": (CausalMask(256), ["ragged", "one"], 2, 1, 64),
+    "blocks of 32": (TwoStreamMask(256, 32), ["ragged", "aligned"], 2, 2, 64),
+    "blocks of 4, GQA 4": (TwoStreamMask(128, 4), ["ragged"], 4, 1, 128),
+    "bidirectional blocks of 8": (TwoStreamMask(128, 8, bidirectional=True), ["ragged"], 2, 1, 64),
+}
+if FULL:
+    CASES |= {
+        "blocks of 24": (TwoStreamMask(384, 24), ["ragged"], 2, 1, 64),
+        "blocks of 1": (TwoStreamMask(128, 1), ["ragged"], 2, 1, 64),
+    }
+    for length, block_size, bidirectional in itertools.product((192, 256, 512), (4, 8, 32), (False, True)):
+        for kv_heads, head_dim in ((4, 128), (2, 64), (1, 128)):
+            mask = TwoStreamMask(length, block_size, bidirectional)
+            CASES[f"{mask} {kv_heads=} {head_dim=}"] = (mask, ["ragged", "aligned", "empty"], 4, kv_heads, head_dim)
+
+
+@pytest.mark.parametrize(("mask", "packings", "heads", "kv_heads", "head_dim"), CASES.values(), ids=CASES)
+def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_heads, head_dim):
+    block_size = getattr(mask, "block_size", 32)
+    segments = np.stack([segment_ids(PACKINGS[name], mask.length, block_size) for name in packings])
+    visible, real = dense(mask, segments)
+    q, k, v, d_out = arrays(len(packings), mask.tokens, heads, kv_heads, head_dim)
+    d_out = d_out * real[:, :, None, None]  # nothing is asked of padding
+    out, *gradients = output_and_gradients(q, k, v, d_out, segments, mask)
+    assert np.isfinite(out).all()
+    assert_close(np.asarray(out)[real], attention(q, k, v, visible)[0][real])
+    for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
+        assert_close(ours, expected)
+
+
+def assert_close(ours, expected):
+    assert np.max(np.abs(ours - expected), initial=0) <= 1e-5 * np.max(np.abs(expected), initial=1e-30)
+
+
+def test_no_segments_are_one_segment():
+    mask = TwoStreamMask(128, 8)
+    q, k, v, d_out = arrays(1, mask.tokens, 2, 1, 64)
+    one = np.ones((1, mask.length), np.int32)
+    for ours, expected in zip(
+        output_and_gradients(q, k, v, d_out, None, mask), output_and_gradients(q, k, v, d_out, one, mask), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+def test_eight_devices_give_what_one_gives():
+    """On the mesh each device runs the kernel on its row and its two of four heads; one kv head is shared by two devices."""
+    mask = TwoStreamMask(128, 32)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    segments = np.stack([segment_ids(PACKINGS[name], mask.length, 32) for name in PACKINGS])
+    q, k, v, d_out = arrays(4, mask.tokens, 4, 1, 64)
+    expected = output_and_gradients(q, k, v, d_out, segments, mask)
+
+    @quick_jit
+    def on_eight(q, k, v, d_out, segments):
+        with on_mesh(mesh):
+            attend = functools.partial(splash_attention, mask=mask, interpret=True)
+            out, pullback = jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, segments), q, k, v)
+            return out, *pullback(d_out)
+
+    found = on_eight(*jax.device_put((q, k, v, d_out, segments), batch_sharding(mesh)))
+    for ours, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, wanted, atol=1e-6 * np.abs(wanted).max())
+
+
+def test_a_remat_policy_keeps_the_residuals():
+    """With them kept, the backward pass runs the kernels of the backward pass alone: 3 calls; else the forward again: 4."""
+    mask = CausalMask(128)
+    q, k, v, _ = arrays(1, mask.tokens, 2, 1, 64)
+    segments = np.ones((1, mask.length), np.int32)
+
+    def calls(policy):
+        attend = lambda q, k, v: splash_attention(q, k, v, segments, mask, interpret=True)  # noqa: E731
+        loss = lambda *qkv: jnp.sum(jax.checkpoint(attend, policy=policy)(*qkv))  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)).count("pallas_call[")
+
+    assert calls(jax.checkpoint_policies.nothing_saveable) == 4
+    assert calls(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 3
+
+
+@pytest.mark.parametrize("mask", [CausalMask(1024), TwoStreamMask(1024, 32), TwoStreamMask(4096, 32)])
+def test_tiles_in_vain_are_few(mask):
+    pairs = visited_pairs(mask)
+    assert pairs["useful"] == pytest.approx(mask.tokens**2 / 2 / (mask.tokens // mask.length), rel=0.01)
+    for kernel in ("forward", "dq", "dkv"):
+        assert pairs[kernel] <= 1.3 * pairs["useful"], kernel
+
+
+@pytest.mark.parametrize("mask", [CausalMask(2048), TwoStreamMask(2048, 32)])
+def test_documents_are_visited_one_by_one(mask):
+    """Six documents of a row cost little more than what each sees, not what one document of that length sees."""
+    documents = segment_ids([1 / 6 - 0.01] * 6, mask.length, 32)
+    whole, packed = visited_pairs(mask), visited_pairs(mask, documents)
+    assert packed["useful"] < 0.18 * whole["useful"]
+    for kernel in ("forward", "dq", "dkv"):
+        assert packed[kernel] < 0.5 * whole[kernel], kernel
+
+
+def test_shapes_that_the_kernel_cannot_do_are_told_with_the_reason():
+    def reason(mask, tokens=256, heads=2, kv_heads=1, dtype=jnp.float32):
+        q, k = (jax.ShapeDtypeStruct((1, tokens, n, 64), dtype) for n in (heads, kv_heads))
+        return unsupported(q, k, mask)
+
+    assert reason(CausalMask(256)) is None and reason(TwoStreamMask(128, 32), dtype=jnp.bfloat16) is None
+    assert reason(TwoStreamMask(100, 4), tokens=200) == "rows of 200 are not a multiple of 128"
+    assert reason(CausalMask(128)) == "256 queries and 256 keys; it takes 128 of both"
+    assert reason(TwoStreamMask(128, 48)) == "blocks of 48 do not divide a stream of 128"
+    assert reason(CausalMask(256), heads=3, kv_heads=2) == "2 key heads do not divide 3 query heads"
+    assert reason(CausalMask(256), dtype=jnp.float16) == "float16 is neither float32 nor bfloat16"
+    with pytest.raises(ValueError, match="splash attention: rows of 100"):
+        splash_attention(*[jnp.zeros((1, 100, 1, 64))] * 3, None, CausalMask(100))

@@ -1,0 +1,235 @@
+"""Attention on TPU by one call of jax's splash kernel: a mask computed in the kernel, and no tile visited in vain.
+
+Splash (jax.experimental.pallas.ops.tpu.splash_attention) runs over the tiles of the score matrix that its schedule names. The
+schedule of the mask is made once, when the step is traced. Where a row holds several documents, the tiles in which no two
+tokens share one are struck from it on the device, row by row, so packed rows cost what their documents cost.
+
+The backward pass is the two-kernel one: the fused one saves two products of nine, but writes a partial gradient of the
+queries for every column of tiles, [2L / tile, N, 2L, H], which costs more memory traffic than it saves arithmetic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
+
+# The name of output and log-sum-exp to a remat policy (`jax.checkpoint_policies.save_only_these_names`).
+RESIDUALS = "attention"
+
+TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
+# Tiles along a stream of `length` tokens: a tile on the edge of what is visible is half in vain, one row of tiles has one
+# such edge in each stream, so n tiles visit 1 + 2 / n times what is visible.
+TILES_ALONG_A_STREAM = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalMask:
+    """Query i sees the keys 0 .. i of a row of `length`."""
+
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """Queries, and as many keys, of a row."""
+        return self.length
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        """Whether the query sees the key; indices that broadcast, of numpy or in the kernel."""
+        return key <= query
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStreamMask:
+    """A row of two streams of `length` tokens each, one after the other.
+
+    The first is causal. A query of the second sees the tokens of the first that lie before its own block of `block_size`, and
+    of the second its own block: up to itself, or all of it if `bidirectional`.
+    """
+
+    length: int
+    block_size: int
+    bidirectional: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return 2 * self.length
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        # Few operations on integers, as they are done for every entry of every tile: one comparison with the end of what
+        # is seen, one with each end of the gap [block, length + block) that a query of the second stream does not see.
+        offset = query - self.length
+        power_of_two = self.block_size & (self.block_size - 1) == 0
+        block = offset & -self.block_size if power_of_two else offset - offset % self.block_size
+        outside_gap = (key < block) | (key >= block + self.length)
+        if not self.bidirectional:
+            return (key <= query) & ((offset < 0) | outside_gap)
+        before_end = key < block + (self.length + self.block_size)
+        return ((offset < 0) & (key <= query)) | ((offset >= 0) & before_end & outside_gap)
+
+
+Mask = CausalMask | TwoStreamMask
+
+
+def splash_attention(
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BL: jax.Array | None,
+    mask: Mask,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Softmax attention of T tokens over themselves, scaled by H ** -0.5; differentiable once.
+
+    Args:
+      q_BTNH: queries, N a multiple of K; keys are not repeated.
+      k_BTKH, v_BTKH: keys and values.
+      segment_ids_BL: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. Of a
+        mask with two streams, the ids of one. None: a row is one segment.
+      mask: who sees whom by place in the row; `mask.tokens` is T.
+      interpret: run the kernels as plain operations, on any platform; slow.
+
+    Returns:
+      [B, T, N, H] in the dtype of q. It and the log-sum-exp are named RESIDUALS for remat policies.
+
+    Raises:
+      ValueError: `unsupported` names a reason.
+    """
+    if reason := unsupported(q_BTNH, k_BTKH, mask):
+        raise ValueError(f"splash attention: {reason}")
+    chex.assert_equal_shape([k_BTKH, v_BTKH])
+    kernel = _kernel(mask, q_BTNH.shape[2], interpret)
+
+    def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+        q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
+        q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
+        out_NTH: Any
+        if row[3] is None:
+            out_NTH = kernel(q_NTH, k_KTH, v_KTH)
+        else:
+            segments_T = jnp.tile(row[3], mask.tokens // mask.length)
+            pruned = _without_other_segments(kernel, segments_T)
+            out_NTH = pruned(q_NTH, k_KTH, v_KTH, splash.SegmentIds(segments_T, segments_T))
+        return out_NTH.transpose(1, 0, 2)
+
+    return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BL))
+
+
+def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
+    """Why the kernel cannot do this, or None if it can."""
+    if mask.tokens % TILES[-1]:
+        return f"rows of {mask.tokens} are not a multiple of {TILES[-1]}"
+    if q_BTNH.shape[1] != mask.tokens or k_BTKH.shape[1] != mask.tokens:
+        return f"{q_BTNH.shape[1]} queries and {k_BTKH.shape[1]} keys; it takes {mask.tokens} of both"
+    if isinstance(mask, TwoStreamMask) and mask.length % mask.block_size:
+        return f"blocks of {mask.block_size} do not divide a stream of {mask.length}"
+    if q_BTNH.shape[2] % k_BTKH.shape[2]:
+        return f"{k_BTKH.shape[2]} key heads do not divide {q_BTNH.shape[2]} query heads"
+    if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"{q_BTNH.dtype} is neither float32 nor bfloat16"
+    return None
+
+
+def visited_pairs(mask: Mask, segment_ids_L: np.ndarray | None = None) -> dict[str, int]:
+    """Query-key pairs of one row and head: `useful` ones, and those in the tiles that each kernel visits.
+
+    A visited pair costs 2 products of H multiply-adds in `forward`, 3 in `dq` and 4 in `dkv`.
+    """
+    kernel = _kernel(mask, 1, interpret=True)
+    index = np.arange(mask.tokens)
+    segments = None if segment_ids_L is None else np.tile(segment_ids_L, mask.tokens // mask.length)
+    useful = 0
+    for query in index:
+        visible = mask(query, index)
+        if segments is not None:
+            visible = visible & (segments == segments[query]) & (segments[query] > 0)
+        useful += int(visible.sum())
+    if segments is not None:
+        kernel = _without_other_segments(kernel, jnp.asarray(segments))
+    schedules: dict[str, Any] = {
+        "forward": kernel.fwd_mask_info,
+        "dq": kernel.dq_mask_info,
+        "dkv": kernel.dkv_mask_info,
+    }
+    visited = {
+        name: int(np.count_nonzero(schedule.block_mask) * _tile(mask) ** 2) for name, schedule in schedules.items()
+    }
+    return {"useful": useful, **visited}
+
+
+class _ComputedMask(_ComputableMask):
+    """Our mask in the form that splash wants."""
+
+    def __init__(self, mask: Mask):
+        super().__init__((mask.tokens, mask.tokens), mask)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ComputedMask) and self.mask_function == other.mask_function
+
+    def __hash__(self) -> int:
+        return hash(self.mask_function)
+
+
+def _tile(mask: Mask) -> int:
+    fitting = [tile for tile in TILES if mask.tokens % tile == 0]
+    return next((tile for tile in fitting if tile * TILES_ALONG_A_STREAM <= mask.length), fitting[-1])
+
+
+@functools.cache
+def _kernel(mask: Mask, heads: int, interpret: bool) -> SplashAttentionKernel:
+    """The kernel with its schedule, as numpy arrays: it may be made while tracing and used by later traces."""
+    tile = _tile(mask)
+    sizes = splash.BlockSizes(
+        block_q=tile, block_kv=tile, block_kv_compute=tile,
+        block_q_dkv=tile, block_kv_dkv=tile, block_kv_dkv_compute=tile,
+        block_q_dq=tile, block_kv_dq=tile,
+    )  # fmt: skip
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha_single_device(
+            splash.MultiHeadMask([_ComputedMask(mask)] * heads),
+            block_sizes=sizes,
+            residual_checkpoint_name=RESIDUALS,
+            interpret=interpret,
+        )
+    return jax.tree.map(np.asarray, kernel)
+
+
+def _without_other_segments(kernel: SplashAttentionKernel, segments_T: jax.Array) -> SplashAttentionKernel:
+    """The kernel without the tiles in which no query has a key of its own segment.
+
+    A tile is known by its least and greatest segment id, so ids that grow along the row, as packing gives them, leave the
+    fewest tiles. Padding counts for nothing, but the tiles on the diagonal stay: in them every query sees itself.
+    """
+    tiles_JT = segments_T.reshape(-1, kernel.kwargs["block_sizes"].block_q)
+    least = jnp.min(jnp.where(tiles_JT == 0, jnp.iinfo(tiles_JT.dtype).max, tiles_JT), axis=1)
+    greatest = jnp.max(tiles_JT, axis=1)
+
+    def pruned(schedule: Any, outer_axis: int) -> Any:
+        """`schedule` of one kernel; its outer loop runs over the tiles of the queries (0) or of the keys (1)."""
+        inner, runs = (
+            jnp.moveaxis(x[0], outer_axis, 0).astype(jnp.int32) for x in (schedule.data_next, schedule.block_mask)
+        )
+        outer = jnp.arange(inner.shape[0])[:, None]
+        meet = (least[outer] <= greatest[inner]) & (least[inner] <= greatest[outer])
+        runs = jnp.where(meet | (outer == inner), runs, 0)
+        # A step that does not run names the tile of the next one that does: that is fetched meanwhile, and nothing else.
+        step = jnp.where(runs.ravel() > 0, jnp.arange(runs.size), runs.size - 1)
+        inner = inner.ravel()[jax.lax.cummin(step, reverse=True)].reshape(inner.shape)
+        inner, runs = (jnp.moveaxis(x, 0, outer_axis)[None] for x in (inner, runs))
+        return schedule._replace(data_next=inner, block_mask=runs)
+
+    return SplashAttentionKernel(
+        pruned(kernel.fwd_mask_info, 0),
+        pruned(kernel.dq_mask_info, 0),
+        pruned(kernel.dkv_mask_info, 1),
+        **kernel.kwargs,
+    )
