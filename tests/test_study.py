@@ -1,4 +1,5 @@
 import dataclasses
+import io
 import json
 from pathlib import Path
 
@@ -65,6 +66,14 @@ def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):
     }
     assert json.loads((tmp_path / "results.json").read_text()) == summary
     assert (tmp_path / "results.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("seeds", "cell"), [((3,), "3.000 "), ((3, 5), "4.000 (3.000 to 5.000)")])
+def test_the_table_gives_a_range_where_there_are_several_seeds(seeds, cell, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    run_study(dataclasses.replace(STUDY, seeds=seeds), tmp_path, Commands(), console)
+    text = console.file.getvalue()
+    assert cell in text and (" to " in text) == (len(seeds) > 1)
 
 
 def test_a_stopped_study_evaluates_only_what_is_missing(tmp_path):

@@ -155,8 +155,13 @@ def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Tab
         table.add_column(measure.label, justify="right")
     for arm, by_measure in values.items():
         cells = [by_measure[measure.label] for measure in study.measures]
-        table.add_row(arm, *(f"{statistics.fmean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in cells))
+        table.add_row(arm, *map(_mean_and_range, cells))
     return table
+
+
+def _mean_and_range(values: list[float]) -> str:
+    mean = f"{statistics.fmean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
 
 def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
