@@ -5,9 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from tests.tiny_training import MODEL, SETTINGS, packed_batch
-from wedlm_jax.program_costs import GATHERING, Collective, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import compile_step, wedlm_step
@@ -108,6 +109,31 @@ def test_flops_count_every_run_of_a_loop_and_what_is_recomputed():
     w, x = jnp.ones((5, 8, 8)), jnp.ones((4, 8))
     assert matmul_flops(jax.make_jaxpr(loss)(w, x).jaxpr) == 5 * product
     assert matmul_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr) == 5 * 4 * product
+
+
+def test_flops_of_a_kernel_are_those_of_its_grid_or_as_declared():
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] @ x_ref[...]
+
+    def squares(x):
+        block = pl.BlockSpec((None, 8, 8), lambda i: (i, 0, 0))
+        return pl.pallas_call(kernel, x, grid=(5,), in_specs=[block], out_specs=block, interpret=True)(x)
+
+    def declared(x):
+        with kernel_runs(3):
+            return jax.jit(squares)(x)
+
+    x = jnp.ones((5, 8, 8))
+    assert matmul_flops(jax.make_jaxpr(squares)(x).jaxpr) == 5 * 2 * 8**3
+    assert matmul_flops(jax.make_jaxpr(declared)(x).jaxpr) == 3 * 2 * 8**3
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+def test_flops_of_what_each_device_does_for_itself_are_those_of_all():
+    mesh = make_mesh(MeshConfig(data=4, tensor=2))
+    for spec, rows in ((jax.P(("data", "tensor")), 1), (jax.P("data"), 2)):  # on each device
+        product = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        assert matmul_flops(jax.make_jaxpr(product)(jnp.ones((8, 3))).jaxpr) == 8 * 2 * rows * 3 * rows
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")

@@ -8,8 +8,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 
 # A gathering all-reduce is a gather that XLA compiles as a sum: each device has zeros but for its own part.
@@ -23,20 +25,38 @@ _MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", 
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_KERNEL_RUNS = re.compile(r"kernel_runs_(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
-def matmul_flops(jaxpr: core.Jaxpr) -> int:
-    """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs."""
+def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
+    """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs.
+
+    What each device of a mesh does for itself (`jax.shard_map`) counts for all of them. The body of a Pallas kernel counts
+    as often as `kernel_runs` around its call says (here `runs`), or else once for each step of its grid.
+    """
     total = 0
     for equation in jaxpr.eqns:
+        declared = _KERNEL_RUNS.search(str(equation.source_info.name_stack))
+        inside = int(declared[1]) if declared else runs
         if equation.primitive.name == "dot_general":
             (contracted, _), _ = equation.params["dimension_numbers"]
             left, out = (value.aval.shape for value in (equation.invars[0], equation.outvars[0]))  # type: ignore[attr-defined]
             total += 2 * math.prod(out) * math.prod(left[axis] for axis in contracted)
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        total += times * sum(matmul_flops(inner) for inner in _inner(equation.params))
+        times = 1
+        if equation.primitive.name == "scan":
+            times = equation.params["length"]
+        elif equation.primitive.name == "shard_map":
+            times = equation.params["mesh"].size
+        elif equation.primitive.name == "pallas_call":
+            times = math.prod(equation.params["grid_mapping"].grid) if inside is None else inside
+        total += times * sum(matmul_flops(inner, inside) for inner in _inner(equation.params))
     return total
+
+
+def kernel_runs(times: int) -> AbstractContextManager[None]:
+    """Says, while tracing, how often each kernel called inside runs its body: its schedule may skip steps of its grid."""
+    return jax.named_scope(f"kernel_runs_{times}")
 
 
 def _inner(params: dict[str, Any]) -> Iterator[core.Jaxpr]:

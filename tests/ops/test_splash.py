@@ -19,6 +19,7 @@ from wedlm_jax.ops.attention_splash import (
     unsupported,
     visited_pairs,
 )
+from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.sharding import MeshConfig, attend_over_mesh, batch_sharding, make_mesh, on_mesh
 
 # Documents of a row; each starts on a multiple of the block size, what is left is padding.
@@ -153,6 +154,29 @@ def test_tiles_in_vain_are_few(mask):
     assert pairs["useful"] == pytest.approx(mask.tokens**2 / 2 / (mask.tokens // mask.length), rel=0.01)
     for kernel in ("forward", "dq", "dkv"):
         assert pairs[kernel] <= 1.3 * pairs["useful"], kernel
+
+
+def test_the_products_of_the_visited_tiles_are_counted_on_every_device():
+    """2 products in the forward kernel, 3 and 4 in the two of the backward pass, for each visited pair and head."""
+    mask, rows, heads, head_dim = TwoStreamMask(256, 32), 4, 4, 64
+    q, k, v, d_out = arrays(rows, mask.tokens, heads, 2, head_dim)
+    segments = np.ones((rows, mask.length), np.int32)
+    attend = functools.partial(splash_attention, mask=mask)
+
+    def on(mesh):
+        def gradients(q, k, v, d_out):
+            with on_mesh(mesh):
+                return jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, segments), q, k, v)[1](d_out)
+
+        return matmul_flops(jax.make_jaxpr(gradients)(q, k, v, d_out).jaxpr)
+
+    products = {"forward": 2, "dq": 3, "dkv": 4}
+    pairs = visited_pairs(mask)
+    expected = rows * heads * sum(2 * head_dim * n * pairs[kernel] for kernel, n in products.items())
+    expected += rows * heads * mask.tokens * 2 * head_dim  # of output and its gradient, row by row
+    assert on(make_mesh(MeshConfig(data=1), jax.devices()[:1])) == expected
+    if jax.device_count() >= 8:
+        assert on(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))) == expected
 
 
 @pytest.mark.parametrize("mask", [CausalMask(2048), TwoStreamMask(2048, 32)])

@@ -22,6 +22,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
+from wedlm_jax.program_costs import kernel_runs
+
 # The name of output and log-sum-exp to a remat policy (`jax.checkpoint_policies.save_only_these_names`).
 RESIDUALS = "attention"
 
@@ -107,7 +109,8 @@ def splash_attention(
     if reason := unsupported(q_BTNH, k_BTKH, mask):
         raise ValueError(f"splash attention: {reason}")
     chex.assert_equal_shape([k_BTKH, v_BTKH])
-    kernel = _kernel(mask, q_BTNH.shape[2], interpret)
+    heads = q_BTNH.shape[2]
+    kernel = _kernel(mask, heads, interpret)
 
     def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
@@ -121,7 +124,8 @@ def splash_attention(
             out_NTH = pruned(q_NTH, k_KTH, v_KTH, splash.SegmentIds(segments_T, segments_T))
         return out_NTH.transpose(1, 0, 2)
 
-    return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BL))
+    with kernel_runs(heads * _tiles_visited(kernel)["forward"]):  # the other two visit the same tiles
+        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BL))
 
 
 def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
@@ -155,15 +159,7 @@ def visited_pairs(mask: Mask, segment_ids_L: np.ndarray | None = None) -> dict[s
         useful += int(visible.sum())
     if segments is not None:
         kernel = _without_other_segments(kernel, jnp.asarray(segments))
-    schedules: dict[str, Any] = {
-        "forward": kernel.fwd_mask_info,
-        "dq": kernel.dq_mask_info,
-        "dkv": kernel.dkv_mask_info,
-    }
-    visited = {
-        name: int(np.count_nonzero(schedule.block_mask) * _tile(mask) ** 2) for name, schedule in schedules.items()
-    }
-    return {"useful": useful, **visited}
+    return {"useful": useful} | {name: tiles * _tile(mask) ** 2 for name, tiles in _tiles_visited(kernel).items()}
 
 
 class _ComputedMask(_ComputableMask):
@@ -201,6 +197,16 @@ def _kernel(mask: Mask, heads: int, interpret: bool) -> SplashAttentionKernel:
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)
+
+
+def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:
+    """Of each kernel and head."""
+    schedules: dict[str, Any] = {
+        "forward": kernel.fwd_mask_info,
+        "dq": kernel.dq_mask_info,
+        "dkv": kernel.dkv_mask_info,
+    }
+    return {name: int(np.count_nonzero(schedule.block_mask)) for name, schedule in schedules.items()}
 
 
 def _without_other_segments(kernel: SplashAttentionKernel, segments_T: jax.Array) -> SplashAttentionKernel:
