@@ -1,0 +1,137 @@
+"""The GPU path against dense float64 attention: tokamax's Triton kernels, interpreted, and both kinds lowered for CUDA."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+from tests.quick_jit import quick_jit
+from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.ops import flash_gpu
+from wedlm_jax.ops.flash_gpu import OwnBlocks, flash_attention, sm90, triton, unsupported
+
+tokamax = pytest.importorskip("tokamax", reason="tokamax is not installed (the `gpu` extra)")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Pallas kernels as plain operations. Inside a loop or a branch the interpreter knows no place in the grid: it is read at the
+    kernel's start."""
+    from tokamax._src.pallas import block
+
+    call, program_id = pl.pallas_call, pl.program_id
+
+    def interpreted_call(kernel, out_shape, *, grid_spec, compiler_params=None, **settings):
+        @functools.wraps(kernel)
+        def with_places(*refs):
+            places = [program_id(axis) for axis in range(len(grid_spec.grid))]
+
+            def place(axis):
+                if axis >= len(places):
+                    raise ValueError(axis)
+                return places[axis]
+
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(pl, "program_id", place)
+                return kernel(*refs)
+
+        return call(with_places, out_shape, grid_spec=grid_spec, interpret=True, **settings)
+
+    monkeypatch.setattr(block.pl, "pallas_call", interpreted_call)
+
+
+B, L, H = 2, 256, 64
+
+
+def case(heads, kv_heads, block_size, bidirectional=False):
+    """Prediction queries over the clean prefix of their document, and their own block: arrays, ranges, the dense mask."""
+    random = np.random.default_rng(block_size)
+    shapes = [(B, L, n, H) for n in (heads, kv_heads, kv_heads, kv_heads, kv_heads, heads)]
+    arrays = [np.float32(random.normal(size=shape)) for shape in shapes]
+    index = np.arange(L)
+    document = np.stack([np.searchsorted(starts, index, side="right") for starts in ([0, 96, 160], [0, 32])])
+    start = np.stack([[np.flatnonzero(row == row[t])[0] for t in index] for row in document]).astype(np.int32)
+    block = np.broadcast_to(index // block_size * block_size, (B, L)).astype(np.int32)
+    own_end = block + block_size if bidirectional else np.broadcast_to(index + 1, (B, L)).astype(np.int32)
+    key = index[None, None, :]
+    prefix_seen = (start[..., None] <= key) & (key < block[..., None])
+    own_seen = (block[..., None] <= key) & (key < own_end[..., None])
+    return arrays, start, block, own_end, np.concatenate([prefix_seen, own_seen], axis=2)
+
+
+@pytest.mark.parametrize(("kv_heads", "block_size", "both"), [(2, 32, False), (1, 4, False), (1, 8, True)])
+def test_prefix_and_own_block_are_one_softmax_with_its_gradients(interpreted, kv_heads, block_size, both):
+    (q, k, v, k_own, v_own, d_out), start, block, own_end, visible = case(2, kv_heads, block_size, both)
+
+    def attend(q, k, v, k_own, v_own):
+        own = OwnBlocks(k_own, v_own, jnp.asarray(block), jnp.asarray(own_end), block_size)
+        return flash_attention(q, k, v, start, block, own, kernels=triton())
+
+    def output_and_gradients(*arrays):
+        out, pullback = jax.vjp(attend, *arrays)
+        return out, *pullback(jnp.asarray(d_out))
+
+    out, d_q, *d_keys = quick_jit(output_and_gradients)(q, k, v, k_own, v_own)
+    keys, values = np.concatenate([k, k_own], axis=1), np.concatenate([v, v_own], axis=1)
+    assert_close(out, attention(q, keys, values, visible)[0])
+    expected_d_q, expected_d_k, expected_d_v = attention_gradients(q, keys, values, visible, d_out)
+    assert_close(d_q, expected_d_q)
+    for ours, expected in zip(
+        d_keys, (expected_d_k[:, :L], expected_d_v[:, :L], expected_d_k[:, L:], expected_d_v[:, L:]), strict=True
+    ):
+        assert_close(ours, expected)
+
+
+def test_a_key_range_for_every_query_without_own_blocks(interpreted):
+    (q, k, v, _, _, d_out), start, _, end, visible = case(4, 2, 32)
+    key = np.arange(L)
+    visible = (start[..., None] <= key) & (key < end[..., None])
+
+    def output_and_gradients(q, k, v):
+        out, pullback = jax.vjp(lambda *qkv: flash_attention(*qkv, start, end, kernels=triton()), q, k, v)
+        return out, *pullback(jnp.asarray(d_out))
+
+    out, *gradients = quick_jit(output_and_gradients)(q, k, v)
+    assert_close(out, attention(q, k, v, visible)[0])
+    for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
+        assert_close(ours, expected)
+
+
+def assert_close(ours, expected):
+    assert np.max(np.abs(ours - expected)) <= 1e-5 * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize("kernels", [sm90, triton])
+def test_both_kinds_of_kernels_lower_for_cuda(kernels):
+    arrays, start, block, own_end, _ = case(4, 2, 32)
+
+    def gradients(q, k, v, k_own, v_own, d_out):
+        attend = lambda q, k, v, k_own, v_own: flash_attention(  # noqa: E731
+            q,
+            k,
+            v,
+            start,
+            block,
+            OwnBlocks(k_own, v_own, jnp.asarray(block), jnp.asarray(own_end), 32),
+            kernels=kernels(),
+        )
+        return jax.vjp(attend, q, k, v, k_own, v_own)[1](d_out)
+
+    low = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays]
+    text = jax.jit(gradients).trace(*low).lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call" in text
+
+
+def test_shapes_that_the_kernels_cannot_do_are_told_with_the_reason(monkeypatch):
+    def reason(length, head_dim):
+        q, k = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.bfloat16) for n in (2, 1))
+        return unsupported(q, k)
+
+    assert reason(256, 64) is None
+    assert reason(200, 64) == "200 queries are not a multiple of 128"
+    assert reason(256, 80) == "a head dimension of 80 is none of 64, 128 and 256"
+    monkeypatch.setattr(flash_gpu.importlib.util, "find_spec", lambda name: None)
+    assert reason(256, 64) == "tokamax is not installed; pip install 'wedlm_jax[gpu]'"

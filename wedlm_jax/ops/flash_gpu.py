@@ -1,0 +1,235 @@
+"""Attention on GPU by tokamax's flash kernels (the `gpu` extra): a key range for every query, and an own block beside it.
+
+A query sees a range of the keys that all share (the clean prefix) by a flash kernel, and keys of its own block densely; the two
+are merged by log-sum-exp. One gradient rule spans both: with the log-sum-exp and the output of the merged softmax, the
+backward kernel of each part gives that part of the gradient (p = exp(score - lse), d_score = p * (d_out . v - d_out . out)).
+Differentiating through the residuals that a kernel returns would be silently wrong: no kernel has a gradient for them.
+
+Kernels: `sm90` (Pallas Mosaic, Hopper: bfloat16 and float16) and `triton` (Pallas Triton, Ampere and later: float32 too).
+The forward kernels skip tiles by both ends of the ranges. Backward, both skip the future where `causal` says that there is one
+(`sm90` masks the rest element by element, `triton` by a bool [T, S] a row), and neither skips other documents.
+
+Run in the tests: `triton`, interpreted on CPU, forward and backward, and both lowered for CUDA. Never run: `sm90` on any GPU,
+`triton` compiled on any GPU, both in bfloat16, and the speed of all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from wedlm_jax.ops.attention import attend, merge
+
+# What a rematerialisation policy keeps by this name, the backward pass does not compute again.
+RESIDUALS = "attention"
+
+# Queries of a program of the largest kernel, and keys of its tiles: lengths are multiples of it.
+TILE = 128
+
+# q_TNH, k_SKH, v_SKH, start_T, end_T, causal -> out_TNH, lse_NT
+Forward = Callable[..., tuple[jax.Array, jax.Array]]
+# The same, then lse_NT, out_TNH, d_out_TNH of the whole softmax -> d_q_TNH, d_k_SKH, d_v_SKH
+Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The two directions of one row."""
+
+    forward: Forward
+    backward: Backward
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OwnBlocks:
+    """Keys and values of blocks of `size` tokens, of which a query sees those of its own block in its own range."""
+
+    k_BTKH: jax.Array
+    v_BTKH: jax.Array
+    start_BT: jax.Array  # int, places in the row, as are the ends
+    end_BT: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    def by_block(self, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """q, k, v [B * M, J, heads, H] and bool [B * M, J, J]: who sees whom in a block."""
+        places = jnp.broadcast_to(jnp.arange(self.start_BT.shape[1]), self.start_BT.shape)
+        key = self.blocks(places)[:, None, :]
+        visible = (self.blocks(self.start_BT)[..., None] <= key) & (key < self.blocks(self.end_BT)[..., None])
+        return self.blocks(q_BTNH), self.blocks(self.k_BTKH), self.blocks(self.v_BTKH), visible
+
+    def blocks(self, x_BT: jax.Array) -> jax.Array:
+        return x_BT.reshape(-1, self.size, *x_BT.shape[2:])
+
+
+def flash_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    start_BT: jax.Array,
+    end_BT: jax.Array,
+    own: OwnBlocks | None = None,
+    *,
+    causal: bool = True,
+    kernels: Kernels | None = None,
+) -> jax.Array:
+    """Softmax attention, scaled by H ** -0.5, over a key range for every query and, if given, its own block.
+
+    Args:
+      q_BTNH: queries, N a multiple of K.
+      k_BSKH, v_BSKH: keys and values.
+      start_BT, end_BT: query t of row b sees the keys start_BT[b, t] <= s < end_BT[b, t]; an empty range needs `own`.
+      own: further keys, each seen by its own block alone.
+      causal: promises that T = S and no range ends after t + 1; the backward pass then leaves out the future.
+      kernels: `sm90` or `triton`; None chooses by the GPU that is there.
+
+    Returns:
+      [B, T, N, H] in the dtype of q; it and the log-sum-exp are named RESIDUALS for remat policies.
+
+    Raises:
+      ValueError: `unsupported` names a reason.
+    """
+    if reason := unsupported(q_BTNH, k_BSKH):
+        raise ValueError(f"flash attention: {reason}")
+    return _attend(causal, kernels or _kernels_of_this_gpu(), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
+
+
+def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
+    """Why the kernels cannot do this, or None if they can."""
+    if importlib.util.find_spec("tokamax") is None:
+        return "tokamax is not installed; pip install 'wedlm_jax[gpu]'"
+    for length, what in ((q_BTNH.shape[1], "queries"), (k_BSKH.shape[1], "keys")):
+        if length % TILE:
+            return f"{length} {what} are not a multiple of {TILE}"
+    if q_BTNH.shape[3] not in (64, 128, 256):
+        return f"a head dimension of {q_BTNH.shape[3]} is none of 64, 128 and 256"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(causal: bool, kernels: Kernels, q, k, v, start, end, own: OwnBlocks | None) -> jax.Array:
+    return _forward(causal, kernels, q, k, v, start, end, own)[0]
+
+
+def _forward(causal, kernels, q, k, v, start, end, own):
+    out, lse_BNT = jax.vmap(functools.partial(kernels.forward, causal=causal))(q, k, v, start, end)
+    lse = lse_BNT.swapaxes(1, 2)
+    if own is not None:
+        own_out, own_lse = (x.reshape(*q.shape[:2], *x.shape[2:]) for x in attend(*own.by_block(q)))
+        out, lse = merge(own_out, own_lse, out, lse), jnp.logaddexp(own_lse, lse)
+    out, lse = (checkpoint_name(x, RESIDUALS) for x in (out, lse))
+    return out, (q, k, v, start, end, own, out, lse)
+
+
+def _backward(causal, kernels, residuals, d_out):
+    q, k, v, start, end, own, out, lse = residuals
+    chex.assert_equal_shape([q, out, d_out])
+    backward = jax.vmap(functools.partial(kernels.backward, causal=causal))
+    d_q, d_k, d_v = backward(q, k, v, start, end, lse.swapaxes(1, 2), out, d_out)
+    d_own = None
+    if own is not None:
+        delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+        own_d_q, own_d_k, own_d_v = _dense_backward(*own.by_block(q), *map(own.blocks, (lse, delta, d_out)))
+        d_q = (d_q.astype(jnp.float32) + own_d_q.reshape(q.shape)).astype(q.dtype)
+        # The ranges are integers and have no gradient.
+        d_own = dataclasses.replace(
+            own, k_BTKH=own_d_k.reshape(own.k_BTKH.shape).astype(own.k_BTKH.dtype),
+            v_BTKH=own_d_v.reshape(own.v_BTKH.shape).astype(own.v_BTKH.dtype), start_BT=None, end_BT=None,
+        )  # fmt: skip
+    return d_q, d_k, d_v, None, None, d_own
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _dense_backward(q_BTNH, k_BSKH, v_BSKH, visible_BTS, lse_BTN, delta_BTN, d_out_BTNH) -> tuple[jax.Array, ...]:
+    """The part of the gradients, in float32, that comes by these keys of a softmax over more keys."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+
+    def grouped(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T, K, N // K, *x.shape[3:])
+
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    q, d_out, lse, delta = map(grouped, (q_BTNH * H**-0.5, d_out_BTNH, lse_BTN, delta_BTN))
+    scores = jnp.where(visible_BTS[:, :, None, None], dot("BTKGH,BSKH->BTKGS", q, k_BSKH), -jnp.inf)
+    weights = jnp.exp(scores - lse[..., None])
+    d_scores = weights * (dot("BTKGH,BSKH->BTKGS", d_out, v_BSKH) - delta[..., None])
+    weights, d_scores = weights.astype(q.dtype), d_scores.astype(q.dtype)
+    d_q = dot("BTKGS,BSKH->BTKGH", d_scores, k_BSKH).reshape(q_BTNH.shape) * H**-0.5
+    return d_q, dot("BTKGS,BTKGH->BSKH", d_scores, q), dot("BTKGS,BTKGH->BSKH", weights, d_out)
+
+
+def _kernels_of_this_gpu() -> Kernels:
+    from tokamax._src import gpu_utils
+
+    return sm90() if gpu_utils.is_sm90() else triton()
+
+
+@functools.cache
+def sm90() -> Kernels:
+    """Hopper: tiles by the bulk copy engine, warp groups that compute while others load."""
+    from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm90 as forward_kernel
+    from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as backward_kernel
+
+    def forward(q, k, v, start, end, *, causal):
+        del causal  # the ranges say it, and skip by it
+        config = forward_kernel.Config(block_q=64, block_kv=TILE, num_stages=2)
+        out, (peak, total) = forward_kernel.flash_attention_kernel(
+            q, k, v, None, None, start[None], end[None],
+            is_causal=False, logits_soft_cap=None, logits_scale=q.shape[-1] ** -0.5, out_dtype=q.dtype,
+            normalize_output=True, return_residuals=True, use_stable_softmax=True, rescale_threshold=1.0, config=config,
+        )  # fmt: skip
+        return out, peak + jnp.log(total)
+
+    def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+        config = backward_kernel.Config(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=2)
+        return backward_kernel.flash_attention_vjp_kernel(
+            q, k, v, (lse, jnp.ones_like(lse)), out, d_out, None, None, start[None], end[None],
+            logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=None, is_causal=causal, ds_dtype=None, config=config,
+        )[:3]  # fmt: skip
+
+    return Kernels(forward, backward)
+
+
+@functools.cache
+def triton() -> Kernels:
+    """Ampere and later."""
+    from tokamax._src.ops.attention import pallas_triton as forward_kernel
+    from tokamax._src.ops.attention import pallas_triton_vjp as backward_kernel
+
+    def common(q: jax.Array) -> dict[str, Any]:
+        precision = jax.lax.DotAlgorithmPreset.DEFAULT
+        return dict(
+            logits_scale=q.shape[-1] ** -0.5, logits_dtype=jnp.dtype(jnp.float32), logits_soft_cap=None, dropout_rate=0.0,
+            q_k_dot_precision=precision, weights_v_dot_precision=precision,
+        )  # fmt: skip
+
+    def forward(q, k, v, start, end, *, causal):
+        del causal
+        # split_k stays 1: with key ranges, tokamax shifts no range to its part of the keys, and the result is wrong.
+        config = forward_kernel.Config(block_q=64, block_k=64, num_stages=2, num_warps=4)
+        out, (peak, total) = forward_kernel._fwd(
+            q, k, v, None, None, None, None, None, start[None], end[None], is_causal=False, config=config,
+            use_base2=False, use_stable_softmax=True, normalize_output=True, return_residuals=True, **common(q),
+        )  # fmt: skip
+        return out, peak + jnp.log(total)
+
+    def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+        key = jnp.arange(k.shape[0])
+        mask = (start[:, None] <= key) & (key < end[:, None])
+        config = backward_kernel.Config(block_m1=32, block_n1=64, block_m2=64, block_n2=32, num_warps=4, num_stages=2)
+        return backward_kernel._bwd(
+            q, k, v, None, mask[None], None, (lse, jnp.ones_like(lse)), out, d_out,
+            is_causal=causal, ds_dtype=None, config=config, **common(q),
+        )[:3]  # fmt: skip
+
+    return Kernels(forward, backward)
