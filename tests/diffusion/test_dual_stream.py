@@ -10,7 +10,7 @@ from tests.packed_rows import MASK_TOKEN_ID, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.diffusion import memory_stream, prediction_stream
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, next_token_targets, visibility
-from wedlm_jax.model.patterns import Causal, DualStream
+from wedlm_jax.model.patterns import DualStream
 
 build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_size", "whole_documents"))
 visible_by_equation = quick_jit(visibility, static_argnames=("block_size", "in_block"))
@@ -71,10 +71,10 @@ def test_a_document_of_the_single_stream_sees_no_memory_and_all_before_it(rows):
     pattern = DualStream(jnp.asarray(rows.segment_ids), one_block.block_size)
     length, real = one_block.block_size, rows.segment_ids > 0
     expected = one_block.visible()
+    inside = seen(pattern.block_ranges(), length)
     for row in range(len(real)):
-        inside = expected[row, length:, length:][real[row]]
-        np.testing.assert_array_equal(np.asarray(pattern.block_visible())[row][real[row]], inside)
-    assert not np.asarray(pattern.prefix_visible()).any() and not expected[:, length:, :length].any()
+        np.testing.assert_array_equal(inside[row][real[row]], expected[row, length:, length:][real[row]])
+    assert not seen(pattern.ranges()[1], length).any() and not expected[:, length:, :length].any()
 
 
 def test_no_label_crosses_documents_and_none_lies_on_a_prompt():
@@ -108,10 +108,18 @@ def test_the_pieces_of_the_pattern_make_up_the_dense_mask(in_block):
     B, L, J = 2, 12, 4
     pattern = DualStream(segment_ids, J, in_block)
     dense = np.zeros((B, 2 * L, 2 * L), bool)
-    dense[:, :L, :L] = Causal(segment_ids).visible(L)
-    dense[:, L:, :L] = pattern.prefix_visible()
-    inside = np.asarray(pattern.block_visible()).reshape(B, L // J, J, J)
-    for block in range(L // J):
-        own = slice(L + block * J, L + (block + 1) * J)
-        dense[:, own, own] = inside[:, block]
-    np.testing.assert_array_equal(dense, visibility(segment_ids, block_size=J, in_block=in_block))
+    memory, prefix = pattern.ranges()
+    dense[:, :L, :L], dense[:, L:, :L], dense[:, L:, L:] = (
+        seen(x, L) for x in (memory, prefix, pattern.block_ranges())
+    )
+    real = (
+        np.concatenate([segment_ids, segment_ids], axis=1) > 0
+    )  # padding sees padding, and nobody reads what it computes
+    expected = visibility(segment_ids, block_size=J, in_block=in_block)
+    np.testing.assert_array_equal(dense[real], expected[real])
+
+
+def seen(ranges, length):
+    """Key ranges (start, end), each [B, L], as bool [B, L, L]."""
+    start, end = (np.asarray(x)[..., None] for x in ranges)
+    return (start <= np.arange(length)) & (np.arange(length) < end)

@@ -15,7 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.ops.attention import attend, merge
+from wedlm_jax.ops.attention import attend, attend_cache, attend_ranges, merge
+
+# Tokens of the largest block whose scores are held as they are; a longer one (a whole document) goes by key ranges.
+DENSE_BLOCK = 128
 
 
 def _static(default: Any = dataclasses.MISSING) -> Any:
@@ -30,14 +33,12 @@ class Causal:
     segment_ids: jax.Array | None = None
 
     def __call__(self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
-        return attend(q_BLNH, k_BLKH, v_BLKH, self.visible(q_BLNH.shape[1]))[0]
+        return attend_ranges(q_BLNH, k_BLKH, v_BLKH, *self.ranges(*q_BLNH.shape[:2]))[0]
 
-    def visible(self, length: int) -> jax.Array:
-        """bool [1 or B, L, L], query by key."""
-        visible = jnp.tril(jnp.ones((length, length), bool))[None]
-        if self.segment_ids is not None:
-            visible = visible & same_segment(self.segment_ids, self.segment_ids)
-        return visible
+    def ranges(self, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
+        """Of every query the first key that it sees and the one after the last, int [B, L] each."""
+        end = jnp.broadcast_to(jnp.arange(1, length + 1), (rows, length))
+        return (jnp.zeros_like(end) if self.segment_ids is None else document_starts(self.segment_ids)), end
 
     def physical_index(self, length: int) -> jax.Array:
         """int [1 or B, L]."""
@@ -65,30 +66,40 @@ class DualStream:
     in_block: Literal["causal", "bidirectional"] = _static("causal")
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        B, length = self.segment_ids.shape
+        length = self.segment_ids.shape[1]
         chex.assert_axis_dimension(q, 1, 2 * length)
-        (q_memory, q_prediction), (k_memory, k_prediction), (v_memory, v_prediction) = (
-            jnp.split(x, 2, axis=1) for x in (q, k, v)
-        )
-        memory = Causal(self.segment_ids)(q_memory, k_memory, v_memory)
-        prefix = attend(q_prediction, k_memory, v_memory, self.prefix_visible())
-        q_block, k_block, v_block = (self._to_blocks(x) for x in (q_prediction, k_prediction, v_prediction))
-        inside = attend(q_block, k_block, v_block, self.block_visible())
-        out, lse = (x.reshape(B, length, *x.shape[2:]) for x in inside)
-        return jnp.concatenate([memory, merge(out, lse, *prefix)], axis=1)
+        (k_memory, k_prediction), (v_memory, v_prediction) = (jnp.split(x, 2, axis=1) for x in (k, v))
+        # Both streams of a block side by side, because they see about the same memory: what is read of it serves both.
+        start, end = (self._side_by_side(jnp.concatenate(x, axis=1)) for x in zip(*self.ranges(), strict=True))
+        out, lse = attend_ranges(self._side_by_side(q), k_memory, v_memory, start, end)
+        (memory, prefix), (_, prefix_lse) = self._streams(out), self._streams(lse)
+        inside = self._attend_block(q[:, length:], k_prediction, v_prediction)
+        return jnp.concatenate([memory, merge(*inside, prefix, prefix_lse)], axis=1)
 
-    def prefix_visible(self) -> jax.Array:
-        """bool [B, L, L]: prediction query by memory key, same document and an earlier block."""
-        block = jnp.arange(self.segment_ids.shape[1]) // self.block_size
-        return same_segment(self.segment_ids, self.segment_ids) & (block[:, None] > block[None, :])[None]
+    def ranges(self) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+        """(start, end), int [B, L] each, of the memory keys that a memory query sees and that a prediction query sees."""
+        start, end = Causal(self.segment_ids).ranges(*self.segment_ids.shape)
+        return (start, end), (start, jnp.broadcast_to(self._block_starts(), start.shape))
 
-    def block_visible(self) -> jax.Array:
-        """bool [B * M, J, J]: query by key inside each prediction block."""
-        segments = self._to_blocks(self.segment_ids)
-        visible = same_segment(segments, segments)
-        if self.in_block == "causal":
-            visible = visible & jnp.tril(jnp.ones((self.block_size, self.block_size), bool))[None]
-        return visible
+    def block_ranges(self) -> tuple[jax.Array, jax.Array]:
+        """(start, end), int [B, L] each, of the prediction keys that a prediction query sees: inside its block."""
+        start, end = Causal(self.segment_ids).ranges(*self.segment_ids.shape)
+        if self.in_block == "bidirectional":
+            end = jnp.minimum(self._block_starts() + self.block_size, document_ends(self.segment_ids))
+        return jnp.maximum(start, self._block_starts()), end
+
+    def _attend_block(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        start, end = self.block_ranges()
+        if self.block_size > DENSE_BLOCK:
+            return attend_ranges(q, k, v, start, end)
+        keys = self._to_blocks(jnp.broadcast_to(jnp.arange(start.shape[1]), start.shape))[:, None, :]
+        visible = (self._to_blocks(start)[..., None] <= keys) & (keys < self._to_blocks(end)[..., None])
+        out, lse = attend(self._to_blocks(q), self._to_blocks(k), self._to_blocks(v), visible)
+        return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+    def _block_starts(self) -> jax.Array:
+        index = jnp.arange(self.segment_ids.shape[1])
+        return index - index % self.block_size
 
     def physical_index(self, length: int) -> jax.Array:
         """int [B, 2L]: each stream counts for itself, and reordering moves tokens inside their block alone."""
@@ -96,6 +107,16 @@ class DualStream:
 
     def _to_blocks(self, x: jax.Array) -> jax.Array:
         return x.reshape(-1, self.block_size, *x.shape[2:])
+
+    def _side_by_side(self, x: jax.Array) -> jax.Array:
+        """[B, 2L, ...]: from the memory stream and then the prediction stream to block by block of both."""
+        return x.reshape(x.shape[0], 2, -1, self.block_size, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
+
+    def _streams(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Back: the memory stream and the prediction stream, each [B, L, ...]."""
+        x = x.reshape(x.shape[0], -1, 2, self.block_size, *x.shape[2:])
+        memory, prediction = (x[:, :, stream].reshape(x.shape[0], -1, *x.shape[4:]) for stream in (0, 1))
+        return memory, prediction
 
 
 @jax.tree_util.register_dataclass
@@ -112,13 +133,8 @@ class CachedWindow:
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, cache: KVCache, layer: jax.Array
     ) -> tuple[jax.Array, KVCache]:
         cache = cache.write(layer, self.length, k, v)
-        keys, values = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (cache.k, cache.v))
-        return attend(q, keys, values, self.visible(q.shape[1], keys.shape[1]))[0], cache
-
-    def visible(self, window: int, slots: int) -> jax.Array:
-        """bool [B, T, S]."""
-        own_slot = self.length[:, None, None] + jnp.arange(window)[None, :, None]
-        return jnp.arange(slots)[None, None, :] <= own_slot
+        end = self.length[:, None] + jnp.arange(1, q.shape[1] + 1)
+        return attend_cache(q, cache.k, cache.v, layer, end), cache
 
     def physical_index(self, window: int) -> jax.Array:
         """int [B, T]: the cache slots that the window takes."""
@@ -128,6 +144,13 @@ class CachedWindow:
 Pattern = Causal | DualStream | CachedWindow
 
 
-def same_segment(query_segments: jax.Array, key_segments: jax.Array) -> jax.Array:
-    """bool [B, T, S] from segment ids [B, T] and [B, S]."""
-    return query_segments[:, :, None] == key_segments[:, None, :]
+def document_starts(segment_ids: jax.Array) -> jax.Array:
+    """int [B, L]: where the run of equal segment ids that each token of [B, L] is in begins."""
+    index = jnp.arange(segment_ids.shape[1])
+    begins = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def document_ends(segment_ids: jax.Array) -> jax.Array:
+    """int [B, L]: where the run that each token is in is over."""
+    return segment_ids.shape[1] - document_starts(segment_ids[:, ::-1])[:, ::-1]

@@ -1,7 +1,6 @@
-"""The attention primitive: masked softmax attention that also returns its log-sum-exp, and the merge of two such parts.
+"""Masked softmax attention that also returns its log-sum-exp, and the merge of two such parts.
 
-Training's prediction stream attends to a short block and to a clean prefix; decoding attends to a window and to a cache.
-Both are `merge(attend(block), attend(prefix))`, or one `attend` where the keys lie in one array. Knows nothing of WeDLM.
+For the small: the tokens of a block, a window over a short cache. All scores are held at once; `ranges.py` does the rest.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ import jax.numpy as jnp
 
 # Finite, so that a row which sees nothing has a finite lse and no NaN gradient; so low that a merge gives it weight 0.
 MASKED_SCORE = -1e30
-
-# Scores of one head and row that are held at a time. Beyond it the queries go through in chunks, recomputed in the backward
-# pass, so that memory grows with T + S instead of T * S.
-MAX_SCORES = 2**21
 
 
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -37,31 +32,7 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     chex.assert_shape([k_BSKH, v_BSKH], (B, S, K, H))
     chex.assert_is_divisible(N, K)
     chex.assert_type(visible, bool)
-    if T * S <= MAX_SCORES:
-        return _attend(q_BTNH, k_BSKH, v_BSKH, jnp.broadcast_to(visible, (B, T, S)))
-    chunk = max(MAX_SCORES // S, 1)
-    chunks = -(-T // chunk)
-
-    def to_chunks(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, chunks * chunk - T)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
-
-    def attend_chunk(q_and_visible: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q_BCNH, visible_BCS = q_and_visible
-        return _attend(q_BCNH, k_BSKH, v_BSKH, jnp.broadcast_to(visible_BCS, (B, chunk, S)))
-
-    visible = jnp.broadcast_to(visible, jnp.broadcast_shapes(visible.shape, (1, T, S)))
-    parts = jax.lax.map(jax.checkpoint(attend_chunk, prevent_cse=False), (to_chunks(q_BTNH), to_chunks(visible)))
-    out, lse = (x.swapaxes(0, 1).reshape(B, chunks * chunk, *x.shape[3:])[:, :T] for x in parts)
-    return out, lse
-
-
-def _attend(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible_BTS: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """`attend` on all of these queries at once."""
-    B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
+    visible_BTS = jnp.broadcast_to(visible, (B, T, S))
     G = N // K
     # Queries of one kv head become rows of one matmul: [B, K, T * G, H].
     q_BKRH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)

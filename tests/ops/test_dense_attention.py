@@ -1,8 +1,6 @@
 """`attend` and `merge` against dense float64 attention: values, log-sum-exps and gradients."""
 
 import functools
-import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ import pytest
 
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
-from wedlm_jax.ops import attention as module
 from wedlm_jax.ops.attention import attend, merge
 
 B, T, S, N, H = 2, 3, 5, 4, 6
@@ -46,30 +43,6 @@ def test_attend_equals_dense_float64_attention_with_gradients(kv_heads):
     expected = attention_gradients(q, k, v, visible, d_out, d_lse)
     for ours, gradient in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, gradient, atol=5e-6)
-
-
-@pytest.mark.parametrize("max_scores", [2 * S, 1])
-def test_chunks_of_queries_give_what_all_at_once_give(monkeypatch, max_scores):
-    monkeypatch.setattr(module, "MAX_SCORES", max_scores)  # 2 queries of 3 at a time; one at a time
-    test_attend_equals_dense_float64_attention_with_gradients(2)
-
-
-def test_chunks_never_hold_all_the_scores(monkeypatch):
-    q, k, v, visible = arrays(2)
-    q, visible = np.tile(q, (1, 4, 1, 1)), np.tile(visible[:1], (1, 4, 1))
-
-    def scores_held():
-        def loss(q, k, v):
-            out, lse = attend(q, k, v, visible)
-            return jnp.sum(out) + jnp.sum(lse)
-
-        text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, k, v).as_text()
-        shapes = [[int(n) for n in found.split("x")] for found in re.findall(r"tensor<([\dx]+)xf32>", text)]
-        return max(math.prod(shape) for shape in shapes if shape[-1] == S)
-
-    assert scores_held() == B * N * 4 * T * S, "at once, they are there: the search can find them"
-    monkeypatch.setattr(module, "MAX_SCORES", S)
-    assert scores_held() < B * N * 4 * T * S
 
 
 @pytest.mark.parametrize("kv_heads", KV_HEADS)

@@ -1,0 +1,12 @@
+"""The attention primitive: a group of queries over its own short block and over a clean prefix, merged by log-sum-exp.
+
+Training's prediction stream attends to its block and to the memory stream before it; decoding attends to a window and to a
+cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range for every query and visits what it must,
+`attend_cache` the used part of a cache. Knows nothing of WeDLM.
+"""
+
+from wedlm_jax.ops.attention.cache import attend_cache
+from wedlm_jax.ops.attention.dense import attend, merge
+from wedlm_jax.ops.attention.ranges import attend_ranges
+
+__all__ = ["attend", "attend_cache", "attend_ranges", "merge"]

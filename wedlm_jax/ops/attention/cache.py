@@ -1,0 +1,49 @@
+"""Attention over one layer of a preallocated cache, at the cost of its used part."""
+
+from __future__ import annotations
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.ops.attention.ranges import attend_ranges
+
+SMALLEST_CONTEXT = 256
+
+
+def attend_cache(
+    q_BTNH: jax.Array, k_LBSKH: jax.Array, v_LBSKH: jax.Array, layer: jax.Array, end_BT: jax.Array
+) -> jax.Array:
+    """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
+
+    Reads the least of S, S / 2, S / 4, ... slots (256 or more) that hold every range: the cost of a step grows with the
+    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device.
+
+    Args:
+      q_BTNH: queries [B, T, N, H].
+      k_LBSKH, v_LBSKH: keys and values of all layers [layers, B, S, K, H].
+      layer: the layer's number, int [].
+      end_BT: int [B, T], in [1, S]; a larger one reads as S.
+
+    Returns:
+      out [B, T, N, H].
+    """
+    B, T = q_BTNH.shape[:2]
+    S = k_LBSKH.shape[2]
+    chex.assert_equal_shape([k_LBSKH, v_LBSKH])
+    chex.assert_shape(end_BT, (B, T))
+    contexts = [S]
+    while contexts[0] >= 2 * SMALLEST_CONTEXT:
+        contexts.insert(0, -(-contexts[0] // 2))
+
+    def attend_first(slots: int, q_BTNH, k_LBSKH, v_LBSKH, layer, end_BT):
+        k_BCKH, v_BCKH = (
+            jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, B, slots, *x.shape[3:]))[0] for x in (k_LBSKH, v_LBSKH)
+        )
+        return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
+
+    smallest = jnp.searchsorted(jnp.array(contexts[:-1], jnp.int32), jnp.max(end_BT))
+    programs = [functools.partial(attend_first, slots) for slots in contexts]
+    return jax.lax.switch(smallest, programs, q_BTNH, k_LBSKH, v_LBSKH, jnp.asarray(layer), end_BT)
