@@ -38,6 +38,7 @@ CHANGES = {
     "param_dtype": ("bfloat16", {"params", "logits"}),
     "matmul_precision": ("default", {"program"}),
     "remat": ("full", {"program"}),
+    "attention": ("splash", {"check"}),
 }
 TOKENS = np.random.default_rng(0).integers(0, 40, (1, 8))
 
@@ -136,6 +137,11 @@ def test_max_position_embeddings_bounds_prompt_and_output():
         make_request(model, [1] * 12, DecodeConfig(max_new_tokens=9), **fits)
 
 
+def test_splash_where_it_is_asked_for_is_splash_or_an_error():
+    with pytest.raises(UserError, match=r"model.attention=splash cannot do this: rows of 8 .*; choose auto or xla"):
+        logits(changed("attention"))
+
+
 def test_tied_logits_are_products_with_the_embedding():
     model = tiny_model(tie_word_embeddings=True)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 16)), jnp.float32)
@@ -156,6 +162,7 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
+        ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
         (
             {"position_embedding_type": "alibi"},

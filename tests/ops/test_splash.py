@@ -11,8 +11,8 @@ import pytest
 from tests.conftest import FULL
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
-from wedlm_jax.ops.attention_splash import (
-    RESIDUALS,
+from wedlm_jax.ops.attention.ranges import RESIDUALS
+from wedlm_jax.ops.attention.splash import (
     CausalMask,
     TwoStreamMask,
     splash_attention,

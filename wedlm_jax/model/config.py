@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.ops.attention import Implementation
 
 DType = Literal["float32", "bfloat16"]
 
 # What the backward pass finds instead of computing it again: "none" recomputes nothing and keeps all; "dots" keeps the
-# products with the parameters, not the attention scores; "full" keeps the input of each layer alone.
+# products with the parameters and what attention puts out; "full" keeps the input of each layer alone.
 Remat = Annotated[
     Literal["none", "dots", "full"],
     pydantic.BeforeValidator(lambda x: {False: "none", True: "full"}[x] if isinstance(x, bool) else x),  # older files
@@ -46,11 +47,15 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = (
         "default"  # "highest": float32 is float32 on accelerators too
     )
+    attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can do the shape, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
 
     def __post_init__(self) -> None:
         if self.remat not in ("none", "dots", "full"):
             raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
+        if self.attention not in get_args(Implementation):
+            choices = ", ".join(get_args(Implementation))
+            raise UserError(f"model.attention={self.attention!r} is unknown; choose one of {choices}")
         if self.position_embedding_type not in ("rope", "learned_absolute"):
             raise UserError(
                 f"model.position_embedding_type={self.position_embedding_type!r} is unknown; choose rope or learned_absolute"

@@ -78,6 +78,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        self.implementation = config.attention
         inputs = dict(stddev=D**-0.5, bias=config.qkv_bias, rngs=rngs)
         self.q_proj = Linear(config, "BLD,DNH->BLNH", (D, N, H), ("embed", "heads", "head_dim"), **inputs)
         self.k_proj = Linear(config, "BLD,DKH->BLKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
@@ -109,7 +110,7 @@ class Attention(nnx.Module):
             assert cache is not None
             out, cache = pattern(q, k, v, cache=cache, layer=layer)
         else:
-            out = pattern(q, k, v)
+            out = pattern(q, k, v, self.implementation)
         return self.o_proj(out), cache
 
 

@@ -8,6 +8,7 @@ document; without masks it is the position.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import chex
@@ -15,7 +16,21 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.ops.attention import attend, attend_cache, attend_ranges, merge
+from wedlm_jax.ops.attention import (
+    CausalMask,
+    Implementation,
+    Mask,
+    TwoStreamMask,
+    attend,
+    attend_cache,
+    attend_ranges,
+    choose,
+    merge,
+    splash_attention,
+    target_platform,
+    unsupported,
+)
+from wedlm_jax.sharding import attend_over_mesh
 
 # Tokens of the largest block whose scores are held as they are; a longer one (a whole document) goes by key ranges.
 DENSE_BLOCK = 128
@@ -32,8 +47,15 @@ class Causal:
 
     segment_ids: jax.Array | None = None
 
-    def __call__(self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
-        return attend_ranges(q_BLNH, k_BLKH, v_BLKH, *self.ranges(*q_BLNH.shape[:2]))[0]
+    def __call__(
+        self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, implementation: Implementation = "auto"
+    ) -> jax.Array:
+        mask = CausalMask(q_BLNH.shape[1])
+
+        def by_ranges(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+            return attend_ranges(q, k, v, *Causal(segment_ids).ranges(*q.shape[:2]))[0]
+
+        return _attend(by_ranges, mask, implementation, q_BLNH, k_BLKH, v_BLKH, self.segment_ids)
 
     def ranges(self, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
         """Of every query the first key that it sees and the one after the last, int [B, L] each."""
@@ -65,9 +87,19 @@ class DualStream:
     block_size: int = _static()
     in_block: Literal["causal", "bidirectional"] = _static("causal")
 
-    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto") -> jax.Array:
         length = self.segment_ids.shape[1]
         chex.assert_axis_dimension(q, 1, 2 * length)
+        mask = TwoStreamMask(length, self.block_size, self.in_block == "bidirectional")
+
+        def by_ranges(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+            return dataclasses.replace(self, segment_ids=segment_ids).by_ranges(q, k, v)
+
+        return _attend(by_ranges, mask, implementation, q, k, v, self.segment_ids)
+
+    def by_ranges(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Both streams over the memory, the prediction blocks over themselves, merged by log-sum-exp."""
+        length = self.segment_ids.shape[1]
         (k_memory, k_prediction), (v_memory, v_prediction) = (jnp.split(x, 2, axis=1) for x in (k, v))
         # Both streams of a block side by side, because they see about the same memory: what is read of it serves both.
         start, end = (self._side_by_side(jnp.concatenate(x, axis=1)) for x in zip(*self.ranges(), strict=True))
@@ -142,6 +174,20 @@ class CachedWindow:
 
 
 Pattern = Causal | DualStream | CachedWindow
+
+
+def _attend(
+    by_ranges: Callable[..., jax.Array], mask: Mask, implementation: Implementation,
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """By the chosen implementation, on every device its own rows and heads."""
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+        if choose(implementation, unsupported(q, k, mask)) == "splash":
+            return splash_attention(q, k, v, segment_ids, mask, interpret=target_platform() != "tpu")
+        return by_ranges(q, k, v, segment_ids)
+
+    return attend_over_mesh(attend, q, k, v, segment_ids)
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:

@@ -14,11 +14,15 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
+from wedlm_jax.ops import attention
 from wedlm_jax.ops.cross_entropy import cross_entropy
 from wedlm_jax.sharding import batch_parts, constrain
 
 REMAT_POLICIES = {
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
+    ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

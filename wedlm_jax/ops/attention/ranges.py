@@ -24,7 +24,8 @@ KEY_TILE = 256
 # So few scores a head are held at once: there the loops cost more than the scores that nobody sees.
 DENSE_SCORES = 2**16
 
-# What a rematerialisation policy keeps by this name, the backward pass finds instead of running the forward loops again.
+# The name of output and log-sum-exp, of every implementation, to a remat policy: what it keeps by this name
+# (`jax.checkpoint_policies.save_only_these_names`) the backward pass finds instead of computing it again.
 RESIDUALS = "attention"
 
 ReadTile = Callable[[jax.Array], tuple[jax.Array, jax.Array]]

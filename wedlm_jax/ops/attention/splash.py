@@ -22,10 +22,8 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
+from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.program_costs import kernel_runs
-
-# The name of output and log-sum-exp to a remat policy (`jax.checkpoint_policies.save_only_these_names`).
-RESIDUALS = "attention"
 
 TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
 # Tiles along a stream of `length` tokens: a tile on the edge of what is visible is half in vain, one row of tiles has one

@@ -1,0 +1,69 @@
+"""Which implementation of attention a pattern takes, and that they agree."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.patterns import Causal, DualStream
+from wedlm_jax.ops.attention import choice
+from wedlm_jax.ops.attention.choice import choose
+
+
+@pytest.mark.parametrize(
+    ("asked", "unsupported", "platform", "chosen"),
+    [
+        ("auto", None, "tpu", "splash"),
+        ("auto", "rows of 8", "tpu", "xla"),
+        ("auto", None, "cpu", "xla"),
+        ("auto", None, "gpu", "xla"),
+        ("xla", None, "tpu", "xla"),
+        ("splash", None, "cpu", "splash"),
+    ],
+)
+def test_splash_is_for_tpu_and_for_shapes_that_it_can_do(asked, unsupported, platform, chosen):
+    assert choose(asked, unsupported, platform) == chosen
+
+
+def test_splash_is_never_replaced_in_silence():
+    with pytest.raises(UserError, match="model.attention=splash cannot do this: rows of 8; choose auto or xla"):
+        choose("splash", "rows of 8", "tpu")
+
+
+def test_a_choice_is_logged_once_with_its_reason(caplog):
+    choice._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "wedlm_jax"):
+        for _ in range(2):
+            choose("auto", "rows of 8", "tpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: xla, on tpu, because of splash: rows of 8"
+    ]
+
+
+def test_the_platform_is_that_of_this_process_outside_a_mesh():
+    assert choice.target_platform() == jax.default_backend() == "cpu"
+
+
+L, BLOCK_SIZE = 128, 32
+SEGMENT_IDS = jnp.asarray(np.repeat([[1, 2, 2, 0]], L // 4, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "tokens"),
+    [
+        (Causal(), L),
+        (Causal(SEGMENT_IDS), L),
+        (DualStream(SEGMENT_IDS, BLOCK_SIZE), 2 * L),
+        (DualStream(SEGMENT_IDS, BLOCK_SIZE, "bidirectional"), 2 * L),
+    ],
+    ids=["causal", "packed", "dual", "dual, bidirectional"],
+)
+def test_splash_and_key_ranges_agree(pattern, tokens):
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(1, tokens, heads, 64)), jnp.float32) for heads in (2, 1, 1))
+    by_splash, by_ranges = (jax.jit(lambda: pattern(q, k, v, name))() for name in ("splash", "xla"))  # noqa: B023
+    real = slice(None) if pattern.segment_ids is None else np.tile(SEGMENT_IDS[0] > 0, tokens // L)
+    np.testing.assert_allclose(by_splash[:, real], by_ranges[:, real], atol=5e-6)
