@@ -1,0 +1,46 @@
+"""Programs that take turns, so that what else the machine does meets all of them: median times and compiled memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One program."""
+
+    seconds: float  # the median of the rounds
+    temporaries: int  # bytes, of the compiled program
+
+
+def side_by_side(
+    programs: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], rounds: int
+) -> dict[str, Measured]:
+    """Compiles and runs `rounds` times, in turns, each function with its arguments."""
+    compiled = {name: jax.jit(function).lower(*args).compile() for name, (function, args) in programs.items()}
+    for name, (_, args) in programs.items():
+        jax.block_until_ready(compiled[name](*args))
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, (_, args) in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(compiled[name](*args))
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: Measured(statistics.median(seconds[name]), compiled[name].memory_analysis().temp_size_in_bytes)
+        for name in programs
+    }
+
+
+def machine() -> str:
+    """Where the figures are from."""
+    devices = jax.devices()
+    return f"{len(devices)} x {devices[0].device_kind}, {os.cpu_count()} cores of {platform.machine()}, jax {jax.__version__}"
