@@ -241,7 +241,9 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(tmp_path, monkeypatch):
 
 def test_a_workdir_below_a_file_is_named(tmp_path):
     (tmp_path / "file").touch()
-    assert "not a directory; choose another --workdir" in message_of(EXPERIMENT, tmp_path / "file" / "run")
+    assert "cannot be written (not a directory); make room or choose another --workdir" in message_of(
+        EXPERIMENT, tmp_path / "file" / "run"
+    )
 
 
 def test_an_experiment_file_that_was_lost_or_broken_is_named(finished, tmp_path):

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
+from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
+from wedlm_jax import train as train_module
+from wedlm_jax.checkpoint import ModelFile
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
@@ -94,21 +96,17 @@ def test_masks_depend_on_the_seed_and_the_step_and_are_fed_as_the_mask_token():
 
 
 LOSSES_SEEN: dict[str, float] = {}
+# Every field of ObjectiveConfig; the last two say what is fed and when, and not how the loss is made of it.
+OBJECTIVE = {
+    "block_size": 2, "in_block": "bidirectional", "streams": "single", "normalization": "tokens", "ar_loss_weight": 0,
+    "mask_token_id": 310, "ar_steps": 2,
+}  # fmt: skip
+NOT_OF_THE_LOSS = ("mask_token_id", "ar_steps")
 
 
-@pytest.mark.parametrize(
-    "objective",
-    [
-        {},
-        {"block_size": 2},
-        {"in_block": "bidirectional"},
-        {"streams": "single"},
-        {"normalization": "tokens"},
-        {"ar_loss_weight": 0},
-    ],
-)
-def test_every_field_of_the_objective_reaches_the_loss(objective):
-    settings = with_objective(**objective)
+@pytest.mark.parametrize("field", [None, *(field for field in OBJECTIVE if field not in NOT_OF_THE_LOSS)])
+def test_every_field_of_the_objective_reaches_the_loss(field):
+    settings = with_objective(**({} if field is None else {field: OBJECTIVE[field]}))
     streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), packed_batch(), settings)
     weights = loss_weights(streams, normalization=settings.objective.normalization)
     forward = jax.jit(functools.partial(wedlm_forward, settings=settings))
@@ -116,7 +114,29 @@ def test_every_field_of_the_objective_reaches_the_loss(objective):
     w = settings.objective.ar_loss_weight
     np.testing.assert_allclose(loss, (parts["mlm_loss"] + w * parts["ar_loss"]) / (1 + w), rtol=1e-6)
     assert all(abs(loss - other) > 1e-4 for other in LOSSES_SEEN.values())
-    LOSSES_SEEN[str(objective)] = loss
+    LOSSES_SEEN[str(field)] = loss
+
+
+def test_the_mask_id_of_the_objective_is_that_of_the_model_and_its_ar_steps_come_first(tmp_path, monkeypatch):
+    steps: list[str] = []
+
+    def compile_step(step, settings, mesh):
+        def count(state, batch):
+            steps.append(step.__name__)
+            numbers = {"loss": 1.0, "tokens": 1, "useful_flops": 1.0, "skipped_in_row": 0}
+            return dataclasses.replace(state, step=state.step + 1), jax.tree.map(jnp.asarray, numbers)
+
+        return count
+
+    monkeypatch.setattr(train_module, "compile_step", compile_step)
+    monkeypatch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+    masks = []
+    for name, changes in (("plain", {}), ("changed", {name: OBJECTIVE[name] for name in NOT_OF_THE_LOSS})):
+        objective = dataclasses.replace(EXPERIMENT.objective, **changes)
+        train_module.train(dataclasses.replace(EXPERIMENT, objective=objective), tmp_path / name)
+        masks.append(ModelFile.read(tmp_path / name).mask_token_id)
+    assert steps == ["wedlm_step"] * 6 + ["ar_step"] * 2 + ["wedlm_step"] * 4
+    assert masks[0] != masks[1] == 310
 
 
 def test_a_loss_that_is_not_finite_leaves_parameters_and_optimizer_alone_and_is_counted():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -12,6 +14,16 @@ class UserError(ValueError):
 
     The message is one line that names the file, line or field and the mend.
     """
+
+
+@contextlib.contextmanager
+def writing(path: Path, mend: str = "make room or name another place") -> Iterator[None]:
+    """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UserError(f"{path}: cannot be written ({reason}); {mend}") from error
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:

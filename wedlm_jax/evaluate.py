@@ -32,7 +32,7 @@ from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError, entry
+from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio
 from wedlm_jax.evals.plots import plot_results
@@ -136,6 +136,9 @@ def load_exact(path: str) -> Model:
 
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     """Runs the plan, prints as it goes, returns what results.json holds."""
+    if plan.out is not None:  # before the first forward
+        with writing(plan.out):
+            plan.out.mkdir(parents=True, exist_ok=True)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
 
@@ -238,12 +241,12 @@ def show_one_decode(plan: Plan, console: Console) -> None:
 def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:
     if plan.out is None:
         return
-    plan.out.mkdir(parents=True, exist_ok=True)
-    (plan.out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-    written = ["results.json"]
-    if any(row.accuracy is not None for row in rows):
-        plot_results(rows, plan.out / "results.png", f"{plan.title} on {device()}")
-        written.append("results.png")
+    with writing(plan.out):
+        (plan.out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+        written = ["results.json"]
+        if any(row.accuracy is not None for row in rows):
+            plot_results(rows, plan.out / "results.png", f"{plan.title} on {device()}")
+            written.append("results.png")
     console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
 
 

@@ -23,6 +23,7 @@ from wedlm_jax.flags import parse
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
+from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
 from wedlm_jax.sharding import make_mesh
@@ -100,6 +101,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     resumed = bool(saved_steps(workdir))
     if resumed:
         refuse_another_experiment(experiment, workdir)
+    if config.wandb is not None and is_main():
+        require_wandb(config.wandb)
 
     # Devices, model, tokenizer, data. A resumed run reads model and tokenizer from its workdir alone.
     mesh = make_mesh(experiment.mesh)
@@ -167,15 +170,17 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             for step in range(start + 1, config.steps + 1):
                 masks = step > objective.ar_steps
                 batch = place(next(stream), mesh)
-                counted = skipped_records(stream, experiment)
+                last = step == config.steps
+                measure = validation is not None and (step % config.eval_every == 0 or last)
+                logged = step % config.log_every == 0 or last or measure
+                counted = skipped_records(stream, experiment) if logged else {}
                 with traced(step, config.profile_steps, workdir) as through:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
                     stop_if_not_finite(report.step(*waiting), config)
                 waiting = step, metrics, counted
 
-                last, told_to_end = step == config.steps, termination.asked(step)
-                measure = validation is not None and (step % config.eval_every == 0 or last)
+                told_to_end = termination.asked(step)
                 save = step % config.checkpoint_every == 0 or last or told_to_end
                 if not (measure or save):
                     continue
@@ -214,8 +219,10 @@ def place_in_data(stream: PackedBatches) -> dict[str, list[int]]:
 
 
 def skipped_records(stream: PackedBatches, experiment: Experiment) -> dict[str, int]:
-    """Bad records left out so far by the main process's share of the data, where the data may leave any out."""
-    return {"skipped_records": stream.skipped_records} if experiment.data.on_bad_record == "skip" else {}
+    """Bad records left out so far by all processes, where the data may leave any out; all must call it, and wait."""
+    if experiment.data.on_bad_record != "skip":
+        return {}
+    return {"skipped_records": int(all_gather(np.asarray(stream.skipped_records)).sum())}
 
 
 def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:

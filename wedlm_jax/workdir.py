@@ -12,7 +12,7 @@ from wedlm_jax.checkpoint import ModelFile, differences, saved_steps
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
@@ -20,6 +20,7 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.pretrained import load
 
 TOKENIZER_FOLDER = "tokenizer"
+_MEND = "make room or choose another --workdir"
 
 
 def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
@@ -67,18 +68,16 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     if experiment.data.row_length > model.max_position_embeddings:
         raise UserError(
             f"data.row_length={experiment.data.row_length} is past the model's context, "
-            f"max_position_embeddings={model.max_position_embeddings}"
+            f"max_position_embeddings={model.max_position_embeddings}; lower data.row_length"
         )
     folder = workdir / TOKENIZER_FOLDER
-    try:
+    with writing(folder, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{folder}: {reason}; choose another --workdir") from error
     tokenizer = _find_tokenizer(experiment, initial, folder)
     if len(tokenizer) > model.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows"
+            f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows; "
+            "raise model.vocab_size, or name the model's own tokenizer as tokenizer.path"
         )
     mask_token_id = initial.mask_token_id if initial is not None else None
     if mask_token_id is None:
@@ -87,8 +86,9 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     if experiment.data.end_token is not None:  # decoding stops where the training data end a turn
         own = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
         end_ids = tuple(dict.fromkeys((*end_ids, own)))
-    ModelFile(model, mask_token_id, end_ids).write(workdir)
-    (workdir / FILE).write_text(experiment.to_json())
+    with writing(workdir, _MEND):
+        ModelFile(model, mask_token_id, end_ids).write(workdir)
+        (workdir / FILE).write_text(experiment.to_json())
 
 
 def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
@@ -105,9 +105,11 @@ def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path)
     """The tokenizer that tokenizer.path names, else the one of init_from, else one trained on the data; kept in `folder`."""
     if initial is None or experiment.tokenizer.path is not None:
         tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
-        save_tokenizer(tokenizer, folder)
+        with writing(folder, _MEND):
+            save_tokenizer(tokenizer, folder)
         return tokenizer
     if initial.tokenizer is None:
         raise UserError(f"init_from={experiment.init_from} has no tokenizer; name the folder of one as tokenizer.path")
-    copy_tokenizer_files(initial.files, initial.tokenizer, folder)
+    with writing(folder, _MEND):
+        copy_tokenizer_files(initial.files, initial.tokenizer, folder)
     return initial.tokenizer

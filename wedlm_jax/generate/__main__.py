@@ -24,7 +24,7 @@ from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError, entry
+from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.flags import parse
 from wedlm_jax.version import __version__
 
@@ -171,9 +171,10 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes all lines or, if anything goes wrong, leaves the old file as it was."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with writing(path), partial.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        partial.replace(path)
+        with writing(path):
+            partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -116,7 +116,10 @@ def _write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:
 
 def _open(file: Path) -> Any:
     try:
+        file.open("rb").close()  # safetensors calls a file that may not be read one that is not there
         return safe_open(file, framework="np")
+    except PermissionError:
+        raise UserError(f"{file}: permission denied; make it readable") from None
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; the checkpoint is missing a shard, copy or download it") from None
     except (SafetensorError, OSError) as error:

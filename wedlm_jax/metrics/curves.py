@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from wedlm_jax.errors import writing
 
 Lines = Sequence[Mapping[str, Any]]  # the logged steps of a run
 
@@ -67,9 +70,17 @@ def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
             axis.set_yscale("log")
         if len(runs) > 1 or len(names) > 2:
             axis.legend(fontsize=7)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=130)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=130)
     plt.close(figure)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f".{out.name}.partial")
+        try:
+            partial.write_bytes(picture.getvalue())
+            partial.replace(out)
+        finally:
+            partial.unlink(missing_ok=True)
     return list(shown)
 
 

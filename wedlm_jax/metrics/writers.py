@@ -5,7 +5,6 @@ A number that is not finite is written as `null`, which every reader of JSON tak
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -16,11 +15,13 @@ from typing import Any
 
 import jax
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, writing
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+
+_KEPT = "the checkpoints are kept"
 
 Numbers = Mapping[str, float | int | None]
 
@@ -34,25 +35,25 @@ class StepLines:
         kept = "".join(f"{line}\n" for line, record in _records(path, self._lines()) if record["step"] <= start_step)
         # At once or not at all: a run that is killed here has its lines still.
         partial = path.with_name(f".{path.name}.partial")
-        with _told(path):
+        with writing(path, _KEPT):
             partial.write_text(kept, encoding="utf-8")
             os.replace(partial, path)
             self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """On disk when it returns."""
-        with _told(self._path):
+        with writing(self._path, _KEPT):
             self._file.write(json.dumps({"step": step, **record}, ensure_ascii=False, allow_nan=False) + "\n")
 
     def close(self) -> None:
-        with _told(self._path):
+        with writing(self._path, _KEPT):
             self._file.close()
 
     def _lines(self) -> list[str]:
         """The complete lines; a killed run may have left half a line at the end."""
         if not self._path.is_file():
             return []
-        with _told(self._path):
+        with writing(self._path, _KEPT):
             *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
         return lines
 
@@ -144,29 +145,25 @@ def fetch(metrics: Mapping[str, jax.Array]) -> dict[str, float | int | None]:
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-@contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Names the file in an error of the file system."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be written ({reason}); the checkpoints are kept") from error
-
-
 def _tensorboard(workdir: Path, start_step: int) -> Any:
     from tensorboardX import SummaryWriter  # here, because its import takes a second
 
     return SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=start_step + 1)
 
 
-def _wandb(project: str, name: str | None, workdir: Path, config: Mapping[str, Any] | None) -> Any:
+def require_wandb(project: str) -> Any:
+    """The package; a `UserError` says how to get it. Asked for before a model is loaded for a run that needs it."""
     try:
         import wandb
     except ImportError:
         raise UserError(
             f"train.wandb={project} needs the package wandb: pip install 'wedlm_jax[wandb]', or set train.wandb=none"
         ) from None
+    return wandb
+
+
+def _wandb(project: str, name: str | None, workdir: Path, config: Mapping[str, Any] | None) -> Any:
+    wandb = require_wandb(project)
     # One workdir is one run there, also after it was resumed.
     identity = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
     return wandb.init(
