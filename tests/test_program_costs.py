@@ -8,6 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from tests.tiny_training import MODEL, SETTINGS, packed_batch
+from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -157,3 +158,20 @@ def test_no_parameter_and_no_logits_are_gathered_whole():
             assert one.nbytes <= 4 * max(sizes.values()) // 2, (
                 f"{one} is larger than the tensor-cut part of any parameter"
             )
+
+
+def test_remat_orders_the_memory_of_a_compiled_gradient():
+    """The CPU's compiler says how much a gradient needs beside its arguments: full < dots < none."""
+    tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+
+    def temporaries(remat: str) -> int:
+        config = dataclasses.replace(MODEL, remat=remat, num_layers=8)
+
+        def loss(params, tokens):
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+            return jnp.sum(transformer_from(config, params).hidden(tokens, positions=positions))
+
+        params = jax.eval_shape(lambda: init_params(config, 0))
+        return jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries("full") < temporaries("dots") < temporaries("none")

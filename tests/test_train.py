@@ -11,7 +11,7 @@ import pytest
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import load_params, saved_steps
-from wedlm_jax.data.pipeline import PackedBatches
+from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
@@ -333,3 +333,27 @@ def test_a_bucket_as_workdir_is_refused_before_anything_is_written(monkeypatch, 
         main()
     assert exit.value.code == 2 and "mount the bucket" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_skipped_records_are_those_of_all_processes(tmp_path, monkeypatch):
+    """Two streams of half the groups each, joined as `all_gather` joins them, count what one stream of all groups does."""
+    records = [json.dumps({"text": f"{number}: Tom has three apples."}) if number % 5 else "{" for number in range(80)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(records) + "\n")
+    experiment = with_overrides(
+        "data.source=text", f"data.path={tmp_path}", "data.on_bad_record=skip", "data.num_groups=2"
+    )
+    tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
+
+    def stream(index: int, count: int) -> PackedBatches:
+        return batches(experiment.data, tokenizer, 16, 2, 0, process_index=index, process_count=count)
+
+    whole, shares = stream(0, 1), [stream(0, 2), stream(1, 2)]
+    for _ in range(5):
+        for one in (whole, *shares):
+            next(one)
+        counts = np.array([share.skipped_records for share in shares])
+        monkeypatch.setattr(train_module, "all_gather", lambda own, counts=counts: np.stack([own, *counts[1:]]))
+        counted = train_module.skipped_records(shares[0], experiment)
+        monkeypatch.undo()
+        assert counted == train_module.skipped_records(whole, experiment) == {"skipped_records": counts.sum()}
+    assert all(counts > 0)

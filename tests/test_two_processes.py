@@ -22,10 +22,6 @@ STEPS, KILLED_AT = 6, 5  # saved every 2 steps; the save of step 4 waits until t
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_processes")
-    (folder / "data").mkdir()
-    records = [{"text": f"{number}: " + "Tom has three apples. " * (number % 7 + 1)} for number in range(80)]
-    lines = [json.dumps(record) if record["text"][0] != "3" else "{" for record in records]
-    (folder / "data" / "texts.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "tiny_pair.py").write_text(
         "import dataclasses\n"
         "from wedlm_jax.experiment import *\n"
@@ -49,7 +45,6 @@ def start(folder: Path, workdir: str, index: int, count: int, port: int, die_at:
     }
     flags = ["--exp", str(folder / "tiny_pair.py"), "--workdir", str(folder / workdir)]
     overrides = [f"train.steps={STEPS}", "data.num_groups=2", "mesh.data=2", "train.tensorboard=false"]
-    overrides += ["data.source=text", f"data.path={folder / 'data'}", "data.on_bad_record=skip"]
     command = [sys.executable, str(RUNNER), *flags, *overrides]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -79,9 +74,9 @@ def free_pair_of_ports() -> int:
     raise AssertionError("no two free ports side by side")
 
 
-def logged(workdir: Path, field: str) -> list[tuple[int, float]]:
+def losses(workdir: Path) -> list[tuple[int, float]]:
     lines = (json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line[field]) for line in lines]
+    return [(line["step"], line["loss"]) for line in lines]
 
 
 def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder):
@@ -95,10 +90,8 @@ def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder):
 
     for status, error in run(folder, "two", 2):
         assert status == 0, error
-    assert [step for step, _ in logged(folder / "two", "loss")] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(logged(folder / "two", "loss"), logged(folder / "one", "loss"), rtol=2e-5)
-    skipped = logged(folder / "two", "skipped_records")  # by both processes together
-    assert skipped == logged(folder / "one", "skipped_records") and skipped[-1][1] > 1
+    assert [step for step, _ in losses(folder / "two")] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(losses(folder / "two"), losses(folder / "one"), rtol=2e-5)
     (_, expected), (_, params) = load_params(folder / "one"), load_params(folder / "two")
     for name, value in jax.device_get(expected).items():
         np.testing.assert_allclose(params[name], value, atol=1e-4, err_msg=name)
