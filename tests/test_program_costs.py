@@ -112,6 +112,12 @@ def test_flops_count_every_run_of_a_loop_and_what_is_recomputed():
     assert matmul_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr) == 5 * 4 * product
 
 
+def test_flops_of_a_condition_are_those_of_its_costlier_branch():
+    x = jnp.ones((8, 8))
+    branches = [lambda x: x, lambda x: x @ x @ x]
+    assert matmul_flops(jax.make_jaxpr(lambda n: jax.lax.switch(n, branches, x))(0).jaxpr) == 2 * 2 * 8**3
+
+
 def test_flops_of_a_kernel_are_those_of_its_grid_or_as_declared():
     def kernel(x_ref, y_ref):
         y_ref[...] = x_ref[...] @ x_ref[...]

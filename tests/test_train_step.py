@@ -14,6 +14,7 @@ from wedlm_jax.checkpoint import ModelFile
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
     ObjectiveConfig,
@@ -137,6 +138,31 @@ def test_the_mask_id_of_the_objective_is_that_of_the_model_and_its_ar_steps_come
         masks.append(ModelFile.read(tmp_path / name).mask_token_id)
     assert steps == ["wedlm_step"] * 6 + ["ar_step"] * 2 + ["wedlm_step"] * 4
     assert masks[0] != masks[1] == 310
+
+
+def test_rows_of_weight_0_never_meet_the_output_layer(monkeypatch):
+    seen = []
+
+    def spy(self, hidden, targets, carries_loss):
+        seen.append(np.asarray(carries_loss))
+        return jnp.zeros(targets.shape)
+
+    monkeypatch.setattr(Transformer, "hidden", lambda self, tokens, **_: jnp.zeros((*tokens.shape, MODEL.hidden_size)))
+    monkeypatch.setattr(Transformer, "token_losses", spy)
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), packed_batch(), SETTINGS)
+    weights = loss_weights(streams, normalization="weights")
+    for ar in (weights.ar, jnp.zeros_like(weights.ar)):
+        wedlm_forward(fresh_state().params, (streams, weights._replace(ar=ar)), settings=SETTINGS)
+    both = np.array(streams.masked)
+    both[:, :24] = streams.labelled
+    np.testing.assert_array_equal(seen, [both, streams.masked])
+
+
+@pytest.mark.parametrize("w", [0, 0.5])
+def test_an_ar_loss_that_does_not_count_is_not_told(w):
+    step = functools.partial(wedlm_step, settings=with_objective(ar_loss_weight=w))
+    _, metrics = jax.eval_shape(step, fresh_state(), packed_batch())
+    assert ("ar_loss" in metrics) == bool(w)
 
 
 def test_a_loss_that_is_not_finite_leaves_parameters_and_optimizer_alone_and_is_counted():

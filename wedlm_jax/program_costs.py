@@ -33,7 +33,8 @@ def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
     """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs.
 
     What each device of a mesh does for itself (`jax.shard_map`) counts for all of them. The body of a Pallas kernel counts
-    as often as `kernel_runs` around its call says (here `runs`), or else once for each step of its grid.
+    as often as `kernel_runs` around its call says (here `runs`), or else once for each step of its grid. Of the
+    branches of a condition the costliest counts: where a program skips work, what it does at most.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -50,7 +51,8 @@ def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
             times = equation.params["mesh"].size
         elif equation.primitive.name == "pallas_call":
             times = math.prod(equation.params["grid_mapping"].grid) if inside is None else inside
-        total += times * sum(matmul_flops(inner, inside) for inner in _inner(equation.params))
+        of_all = max if equation.primitive.name == "cond" else sum
+        total += times * of_all([matmul_flops(inner, inside) for inner in _inner(equation.params)] or [0])
     return total
 
 

@@ -140,10 +140,11 @@ def attend_over_mesh(
     return on_devices(q_BTNH, k_BSKH, v_BSKH, rows)
 
 
-def batch_parts() -> int:
-    """Over how many devices the rows of a batch are cut, inside `on_mesh`; else 1."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in RULES["batch"])
+def axes_over(axis: str, size: int) -> tuple[str, ...]:
+    """The axes of the mesh, where they are of more than one device, that an axis of this size is cut over inside `on_mesh`."""
+    mesh = jax.sharding.get_abstract_mesh().shape
+    over = tuple(name for name in RULES.get(axis, ()) if mesh.get(name, 1) > 1)
+    return over if size % math.prod(mesh[name] for name in over) == 0 else ()
 
 
 def _spec(mesh: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:

@@ -74,13 +74,16 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     """One update on the MLM and AR losses of a packed batch [B, L]."""
     streams = corrupted_streams(state.step, batch, settings)
     # Of the whole batch, before it is split.
-    weights = loss_weights(streams, normalization=settings.objective.normalization)
+    with_ar = settings.objective.ar_loss_weight > 0
+    weights = loss_weights(streams, normalization=settings.objective.normalization, ar=with_ar)
     loss = functools.partial(wedlm_forward, settings=settings)
     gradients, metrics = accumulate(loss, state.params, (streams, weights), settings.micro_batches)
     for name, masked in masked_by_ratio(streams).items():
         count = jnp.sum(masked)
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
-    loss_rows = jnp.sum(streams.labelled) + jnp.sum(streams.masked)
+    if not with_ar:
+        del metrics["ar_loss"]
+    loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
     return update(state, gradients, metrics | row_metrics(batch, settings, streams=2, loss_rows=loss_rows), settings)
 
 
@@ -100,13 +103,14 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
 def wedlm_forward(
     params: Params, part: tuple[DualStreamBatch, LossWeights], *, settings: StepSettings
 ) -> tuple[jax.Array, Metrics]:
-    """The share of the loss, and of its two parts, that these rows have."""
+    """The share of the loss, and of its two parts, that these rows have; rows of weight 0 see no output layer."""
     streams, weights = part
     objective, transformer = settings.objective, transformer_from(settings.model, params)
     block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
     pattern = DualStream(streams.segment_ids, block_size, objective.in_block)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
-    token_losses = transformer.token_losses(hidden, streams.targets)
+    carries_loss = jnp.concatenate([weights.ar, weights.mlm], axis=1) > 0
+    token_losses = transformer.token_losses(hidden, streams.targets, carries_loss)
     loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
     return loss, parts | sums_by_ratio(token_losses, streams)
 
@@ -141,7 +145,7 @@ def ar_forward(
     batch, targets, weights = part
     transformer = transformer_from(settings.model, params)
     hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=Causal(batch.segment_ids))
-    ar_loss = jnp.sum(weights * transformer.token_losses(hidden, targets))
+    ar_loss = jnp.sum(weights * transformer.token_losses(hidden, targets, weights > 0))
     return ar_loss, {"ar_loss": ar_loss}
 
 

@@ -63,6 +63,13 @@ def test_rows_and_micro_batches_do_not_change_the_loss(normalization):
     np.testing.assert_allclose(whole, sum(pieces), rtol=1e-6)
 
 
+def test_without_an_ar_loss_the_memory_stream_weighs_nothing():
+    batch = batch_of(lay_out([sample_rows()], length=32, block_size=4))
+    with_ar, without = (loss_weights(batch, normalization="weights", ar=ar) for ar in (True, False))
+    np.testing.assert_array_equal(without.mlm, with_ar.mlm)
+    assert with_ar.ar.any() and not without.ar.any()
+
+
 @pytest.mark.parametrize("normalization", ["weights", "tokens"])
 def test_a_batch_without_masks_has_mlm_loss_0_and_no_nan(normalization):
     documents = [dataclasses.replace(d, masked=[False] * len(d.tokens)) for d in sample_rows()]

@@ -46,6 +46,8 @@ WRONG = {
     "cross_entropy: head of other width": lambda: cross_entropy(floats(3, 5), floats(7, 4), ints(3)),
     "cross_entropy: too few targets": lambda: cross_entropy(floats(3, 5), floats(7, 5), ints(2)),
     "cross_entropy: targets as floats": lambda: cross_entropy(floats(3, 5), floats(7, 5), floats(3)),
+    "cross_entropy: too few flags": lambda: cross_entropy(floats(3, 5), floats(7, 5), ints(3), flags(2)),
+    "cross_entropy: flags as numbers": lambda: cross_entropy(floats(3, 5), floats(7, 5), ints(3), ints(3)),
     "rope_angles: positions without rows": lambda: rope_angles(ints(3), 6, 1e4),
     "rope_angles: positions as floats": lambda: rope_angles(floats(1, 3), 6, 1e4),
     "apply_rope: angles of another row": lambda: apply_rope(q, floats(1, 3, 3), floats(1, 3, 3)),
@@ -59,6 +61,9 @@ WRONG = {
     "logits: states of other width": lambda: tiny_model().logits(floats(1, 3, 5)),
     "token_losses: one row of targets for two": lambda: tiny_model().transformer.token_losses(
         floats(2, 3, 16), ints(1, 3)
+    ),
+    "token_losses: one row of flags for two": lambda: tiny_model().transformer.token_losses(
+        floats(2, 3, 16), ints(2, 3), flags(1, 3)
     ),
     "DualStream: a row that is not doubled": lambda: DualStream(ints(2, 8), 4)(floats(2, 8, 4, 6), k, k),
     "KVCache.write: one cursor for two rows": lambda: KVCache.zeros(TINY, 2, 8).write(0, ints(1), k, k),

@@ -19,7 +19,7 @@ from tests.reference.diffusion import prediction_stream
 from tests.reference.transformer import ReferenceTransformer
 from wedlm_jax.diffusion.dual_stream import build_dual_stream
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.model.parameters import transformer_from
+from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
 
 BLOCK_SIZE, L = 4, 16
@@ -203,6 +203,31 @@ def test_token_losses_are_the_cross_entropy_of_the_logits():
     np.testing.assert_allclose(losses[0], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_that_carry_no_loss_change_neither_losses_nor_gradients(tied):
+    config = dataclasses.replace(TINY, tie_word_embeddings=tied)
+    random = np.random.default_rng(0)
+    hidden, targets = random.normal(size=(2, 6, TINY.hidden_size)).astype(np.float32), random.integers(0, 40, (2, 6))
+    carries_loss = random.random((2, 6)) < 0.5
+
+    @functools.partial(quick_jit, static_argnames="skip")
+    def run(params, hidden, skip):
+        def loss(params, hidden):
+            transformer = transformer_from(config, params)
+            losses = transformer.token_losses(hidden, targets, jnp.asarray(carries_loss) if skip else None)
+            return jnp.sum(jnp.where(carries_loss, losses, 0.0)), losses
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(params, hidden)
+
+    (_, all_losses), (expected, d_hidden) = run(init_params(config, 0), hidden, False)
+    (_, losses), (gradients, d_hidden_skipped) = run(init_params(config, 0), hidden, True)
+    np.testing.assert_allclose(losses, np.where(carries_loss, all_losses, 0.0), atol=1e-6)
+    np.testing.assert_allclose(d_hidden_skipped, d_hidden, atol=1e-6)
+    head = "embed.embedding" if tied else "lm_head.kernel"
+    assert np.any(expected[head])
+    np.testing.assert_allclose(gradients[head], expected[head], atol=1e-6)
+
+
 @functools.partial(quick_jit, static_argnames="config")
 def gradients_of(config, params, tokens):
     def loss(params):
@@ -241,6 +266,5 @@ def test_a_training_step_never_holds_the_logits_of_both_streams(monkeypatch):
         return max(math.prod(shape[:-1]) for shape in shapes if shape[-1] == TINY.vocab_size)
 
     assert logits_held() >= rows, "unchunked, they are there: the search can find them"
-    monkeypatch.setattr(cross_entropy_module, "MAX_LOGITS", 8 * TINY.vocab_size)
-    monkeypatch.setattr(cross_entropy_module, "MIN_TOKENS", 8)
+    monkeypatch.setattr(cross_entropy_module, "CPU_TILE", cross_entropy_module.Tile(8, TINY.vocab_size))
     assert logits_held() < rows

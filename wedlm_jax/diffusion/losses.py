@@ -25,19 +25,21 @@ class LossWeights(NamedTuple):
     ar: jax.Array  # float32 [B, L], over the memory stream
 
 
-def loss_weights(batch: DualStreamBatch, *, normalization: Normalization) -> LossWeights:
+def loss_weights(batch: DualStreamBatch, *, normalization: Normalization, ar: bool = True) -> LossWeights:
     """Eq. 10's weights 1 / gamma on masked rows, and uniform weights on rows with an AR label.
 
     Args:
       batch: the global batch.
       normalization: "weights" divides by the sum of the 1 / gamma (as the official code), "tokens" by the number of
         tokens to be learned, masked or not (as the equation). A batch without masks has weights, and loss, 0.
+      ar: False gives the memory stream the weight 0.
     """
     length = batch.segment_ids.shape[1]
     masked = batch.masked[:, length:]
     weights = jnp.where(masked, 1.0 / (batch.mask_ratio + RATIO_EPSILON), 0.0)
     total = jnp.sum(weights) if normalization == "weights" else jnp.sum(batch.learned)
-    return LossWeights(mlm=_divide(weights, total), ar=ar_loss_weights(batch.labelled))
+    labelled = batch.labelled if ar else jnp.zeros_like(batch.labelled)
+    return LossWeights(mlm=_divide(weights, total), ar=ar_loss_weights(labelled))
 
 
 def ar_loss_weights(labelled: jax.Array) -> jax.Array:

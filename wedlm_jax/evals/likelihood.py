@@ -85,8 +85,8 @@ def _next_token_nats(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array, 
     """Summed cross-entropy of the scored tokens [B, L], each given all before it in its row."""
     transformer = nnx.merge(graph, params)
     hidden = transformer.hidden(tokens, positions=_positions(tokens), pattern=Causal())
-    losses = transformer.token_losses(hidden[:, :-1], tokens[:, 1:])
-    return jnp.sum(jnp.where(scored[:, 1:], losses, 0.0))
+    losses = transformer.token_losses(hidden[:, :-1], tokens[:, 1:], scored[:, 1:])
+    return jnp.sum(losses)
 
 
 def _positions(tokens: jax.Array) -> jax.Array:
@@ -149,5 +149,5 @@ def _masked_nats(
     )
     pattern = DualStream(batch.segment_ids, block_size)
     hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
-    losses = transformer.token_losses(hidden[:, L:], batch.targets[:, L:])
-    return jnp.sum(jnp.where(batch.masked[:, L:], losses, 0.0)), jnp.sum(batch.masked)
+    losses = transformer.token_losses(hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:])
+    return jnp.sum(losses), jnp.sum(batch.masked)

@@ -15,8 +15,8 @@ from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
-from wedlm_jax.ops.cross_entropy import cross_entropy
-from wedlm_jax.sharding import batch_parts, constrain
+from wedlm_jax.ops.cross_entropy import Cut, cross_entropy
+from wedlm_jax.sharding import axes_over
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -117,14 +117,34 @@ class Transformer(nnx.Module):
             head = self.head.astype(self.config.dtype)
             return jnp.einsum("...D,VD->...V", hidden, head, preferred_element_type=jnp.float32)
 
-    def token_losses(self, hidden: jax.Array, targets: jax.Array) -> jax.Array:
-        """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L], in chunks of tokens."""
-        chex.assert_shape(hidden, (*targets.shape, self.config.hidden_size))
-        with jax.default_matmul_precision(self.config.matmul_precision):
-            # Whole along D once, not again for each chunk.
-            head_VD = constrain(self.head.astype(self.config.dtype), "vocab", None)
-            hidden_TD = hidden.reshape(-1, hidden.shape[-1])
-            return cross_entropy(hidden_TD, head_VD, targets.reshape(-1), batch_parts()).reshape(targets.shape)
+    def token_losses(self, hidden: jax.Array, targets: jax.Array, carries_loss: jax.Array | None = None) -> jax.Array:
+        """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L].
+
+        Args:
+          carries_loss: bool [B, L]; the other rows never see the output layer and get 0. None: all rows.
+        """
+        D = self.config.hidden_size
+        chex.assert_shape(hidden, (*targets.shape, D))
+        if carries_loss is not None:
+            chex.assert_equal_shape([carries_loss, targets])
+        losses = cross_entropy(
+            hidden.reshape(-1, D),
+            self.head,
+            targets.reshape(-1),
+            None if carries_loss is None else carries_loss.reshape(-1),
+            cut=self._cut(targets.size),
+            precision=self.config.matmul_precision,
+        )
+        return losses.reshape(targets.shape)
+
+    def _cut(self, rows: int) -> Cut:
+        """How the operands of the loss lie on the mesh in force."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return Cut()
+        over = axes_over("batch", rows)
+        width = axes_over("embed", self.config.hidden_size)
+        return Cut(mesh, over, axes_over("vocab", self.config.vocab_size), width if set(width) <= set(over) else ())
 
     def __call__(self, tokens, *, positions, pattern=Causal(), cache=None):
         """Logits [B, L, V]; with a cache, the pair (logits, new cache)."""
