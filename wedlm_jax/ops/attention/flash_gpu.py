@@ -26,10 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from wedlm_jax.ops.attention import attend, merge
-
-# What a rematerialisation policy keeps by this name, the backward pass does not compute again.
-RESIDUALS = "attention"
+from wedlm_jax.ops.attention.dense import attend, merge
+from wedlm_jax.ops.attention.ranges import RESIDUALS
 
 # Queries of a program of the largest kernel, and keys of its tiles: lengths are multiples of it.
 TILE = 128
