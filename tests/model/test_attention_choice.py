@@ -22,22 +22,29 @@ from wedlm_jax.ops.attention.choice import choose
         ("auto", None, "gpu", "xla"),
         ("xla", None, "tpu", "xla"),
         ("splash", None, "cpu", "splash"),
+        ("tokamax", None, "gpu", "tokamax"),
     ],
 )
-def test_splash_is_for_tpu_and_for_shapes_that_it_can_do(asked, unsupported, platform, chosen):
-    assert choose(asked, unsupported, platform) == chosen
+def test_auto_is_splash_on_tpu_for_shapes_that_it_can_do_and_xla_elsewhere(asked, unsupported, platform, chosen):
+    assert choose(asked, {"splash": unsupported, "tokamax": None}, platform) == chosen
 
 
-def test_splash_is_never_replaced_in_silence():
+def test_what_is_asked_for_is_never_replaced_in_silence():
     with pytest.raises(UserError, match="model.attention=splash cannot do this: rows of 8; choose auto or xla"):
-        choose("splash", "rows of 8", "tpu")
+        choose("splash", {"splash": "rows of 8"}, "tpu")
+    with pytest.raises(
+        UserError, match="model.attention=tokamax cannot do this: tokamax is not installed; choose auto"
+    ):
+        choose("tokamax", {"tokamax": "tokamax is not installed"}, "gpu")
+    with pytest.raises(UserError, match="model.attention=tokamax is for GPUs, and this is cpu; choose auto or xla"):
+        choose("tokamax", {}, "cpu")
 
 
 def test_a_choice_is_logged_once_with_its_reason(caplog):
     choice._log_once.cache_clear()
     with caplog.at_level(logging.INFO, "wedlm_jax"):
         for _ in range(2):
-            choose("auto", "rows of 8", "tpu")
+            choose("auto", {"splash": "rows of 8"}, "tpu")
     assert [record.getMessage() for record in caplog.records] == [
         "attention: xla, on tpu, because of splash: rows of 8"
     ]

@@ -162,7 +162,7 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 is odd"),
-        ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash"),
+        ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
         (
             {"position_embedding_type": "alibi"},

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import flash_gpu
 from wedlm_jax.ops.attention.flash_gpu import OwnBlocks, flash_attention, sm90, triton, unsupported
 
@@ -98,6 +99,17 @@ def test_a_key_range_for_every_query_without_own_blocks(interpreted):
     assert_close(out, attention(q, k, v, visible)[0])
     for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
         assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
+def test_the_dual_stream_by_flash_is_the_one_by_key_ranges(interpreted, monkeypatch, in_block):
+    monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", triton)
+    segment_ids = jnp.asarray(np.repeat([[1, 1, 2, 0]], L // 4, axis=1))
+    pattern, random = DualStream(segment_ids, 32, in_block), np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(1, 2 * L, heads, H)), jnp.float32) for heads in (2, 1, 1))
+    by_flash, by_ranges = quick_jit(lambda q, k, v: (pattern.by_flash(q, k, v), pattern.by_ranges(q, k, v)))(q, k, v)
+    real = np.tile(segment_ids[0] > 0, 2)
+    assert_close(by_flash[:, real], by_ranges[:, real])
 
 
 def assert_close(ours, expected):

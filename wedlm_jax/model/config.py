@@ -47,7 +47,7 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = (
         "default"  # "highest": float32 is float32 on accelerators too
     )
-    attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can do the shape, else "xla"
+    attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ document; without masks it is the position.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import chex
@@ -17,18 +16,15 @@ import jax.numpy as jnp
 
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import (
-    CausalMask,
     Implementation,
-    Mask,
-    TwoStreamMask,
     attend,
     attend_cache,
     attend_ranges,
     choose,
+    flash_gpu,
     merge,
-    splash_attention,
+    splash,
     target_platform,
-    unsupported,
 )
 from wedlm_jax.sharding import attend_over_mesh
 
@@ -50,12 +46,13 @@ class Causal:
     def __call__(
         self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, implementation: Implementation = "auto"
     ) -> jax.Array:
-        mask = CausalMask(q_BLNH.shape[1])
+        return _attend(self, splash.CausalMask(q_BLNH.shape[1]), implementation, q_BLNH, k_BLKH, v_BLKH)
 
-        def by_ranges(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-            return attend_ranges(q, k, v, *Causal(segment_ids).ranges(*q.shape[:2]))[0]
+    def by_ranges(self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
+        return attend_ranges(q_BLNH, k_BLKH, v_BLKH, *self.ranges(*q_BLNH.shape[:2]))[0]
 
-        return _attend(by_ranges, mask, implementation, q_BLNH, k_BLKH, v_BLKH, self.segment_ids)
+    def by_flash(self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
+        return flash_gpu.flash_attention(q_BLNH, k_BLKH, v_BLKH, *self.ranges(*q_BLNH.shape[:2]))
 
     def ranges(self, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
         """Of every query the first key that it sees and the one after the last, int [B, L] each."""
@@ -90,12 +87,8 @@ class DualStream:
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto") -> jax.Array:
         length = self.segment_ids.shape[1]
         chex.assert_axis_dimension(q, 1, 2 * length)
-        mask = TwoStreamMask(length, self.block_size, self.in_block == "bidirectional")
-
-        def by_ranges(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
-            return dataclasses.replace(self, segment_ids=segment_ids).by_ranges(q, k, v)
-
-        return _attend(by_ranges, mask, implementation, q, k, v, self.segment_ids)
+        mask = splash.TwoStreamMask(length, self.block_size, self.in_block == "bidirectional")
+        return _attend(self, mask, implementation, q, k, v)
 
     def by_ranges(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Both streams over the memory, the prediction blocks over themselves, merged by log-sum-exp."""
@@ -107,6 +100,17 @@ class DualStream:
         (memory, prefix), (_, prefix_lse) = self._streams(out), self._streams(lse)
         inside = self._attend_block(q[:, length:], k_prediction, v_prediction)
         return jnp.concatenate([memory, merge(*inside, prefix, prefix_lse)], axis=1)
+
+    def by_flash(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """A call for each stream; the prediction blocks' own keys go in as further keys of theirs."""
+        (q_memory, q_prediction), (k_memory, k_prediction), (v_memory, v_prediction) = (
+            jnp.split(x, 2, axis=1) for x in (q, k, v)
+        )
+        of_memory, of_prediction = self.ranges()
+        own = flash_gpu.OwnBlocks(k_prediction, v_prediction, *self.block_ranges(), size=self.block_size)
+        memory = flash_gpu.flash_attention(q_memory, k_memory, v_memory, *of_memory)
+        prediction = flash_gpu.flash_attention(q_prediction, k_memory, v_memory, *of_prediction, own)
+        return jnp.concatenate([memory, prediction], axis=1)
 
     def ranges(self) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         """(start, end), int [B, L] each, of the memory keys that a memory query sees and that a prediction query sees."""
@@ -177,17 +181,27 @@ Pattern = Causal | DualStream | CachedWindow
 
 
 def _attend(
-    by_ranges: Callable[..., jax.Array], mask: Mask, implementation: Implementation,
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None,
+    pattern: Causal | DualStream, mask: splash.Mask, implementation: Implementation,
+    q: jax.Array, k: jax.Array, v: jax.Array,
 ) -> jax.Array:  # fmt: skip
     """By the chosen implementation, on every device its own rows and heads."""
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
-        if choose(implementation, unsupported(q, k, mask)) == "splash":
-            return splash_attention(q, k, v, segment_ids, mask, interpret=target_platform() != "tpu")
-        return by_ranges(q, k, v, segment_ids)
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> jax.Array:
+        unsupported = {
+            "splash": splash.unsupported(q, k, mask),
+            "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length]),
+        }
+        of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
+        match choose(implementation, unsupported):
+            case "splash":
+                interpret = target_platform() != "tpu"
+                return splash.splash_attention(q, k, v, segment_ids, mask, interpret=interpret)
+            case "tokamax":
+                return of_these.by_flash(q, k, v)
+            case _:
+                return of_these.by_ranges(q, k, v)
 
-    return attend_over_mesh(attend, q, k, v, segment_ids)
+    return attend_over_mesh(attend, q, k, v, pattern.segment_ids)
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:

@@ -2,28 +2,22 @@
 
 Training's prediction stream attends to its block and to the memory stream before it; decoding attends to a window and to a
 cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range for every query and visits what it must,
-`attend_cache` the used part of a cache; `splash_attention` is a whole causal or two-stream row in one TPU kernel, and `choose`
-says when. Knows nothing of WeDLM.
+`attend_cache` the used part of a cache. These are XLA alone; `splash` is a whole causal or two-stream row in one TPU kernel,
+`flash_gpu` key ranges by GPU kernels, and `choose` says which is used. Knows nothing of WeDLM.
 """
 
 from wedlm_jax.ops.attention.cache import attend_cache
 from wedlm_jax.ops.attention.choice import Implementation, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
-from wedlm_jax.ops.attention.splash import CausalMask, Mask, TwoStreamMask, splash_attention, unsupported
 
 __all__ = [
     "RESIDUALS",
-    "CausalMask",
     "Implementation",
-    "Mask",
-    "TwoStreamMask",
     "attend",
     "attend_cache",
     "attend_ranges",
     "choose",
     "merge",
-    "splash_attention",
     "target_platform",
-    "unsupported",
 ]

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Mapping
 from typing import Literal
 
 import jax
 
 from wedlm_jax.errors import UserError
 
-Implementation = Literal["auto", "xla", "splash"]
+Implementation = Literal["auto", "xla", "splash", "tokamax"]
 
 log = logging.getLogger(__name__)
 
 
-def choose(asked: Implementation, unsupported: str | None, platform: str | None = None) -> Implementation:
-    """The implementation that is used: "xla" or "splash". Each choice is logged once.
+def choose(asked: Implementation, unsupported: Mapping[str, str | None], platform: str | None = None) -> str:
+    """The implementation that is used: "xla", "splash" or "tokamax". Each choice is logged once.
 
     Args:
-      asked: "auto" is splash on TPU where it can do the shape, and xla everywhere else.
-      unsupported: why splash cannot do this shape; None if it can.
+      asked: "auto" is splash on TPU where it can do the shape, and xla everywhere else: tokamax has not been run on a GPU by
+        us yet, so it is for those who ask for it.
+      unsupported: for splash and tokamax, why it cannot do this shape; None if it can.
       platform: for which is compiled; None reads `target_platform()`.
 
     Raises:
-      UserError: splash is asked for and cannot do it.
+      UserError: the implementation that is asked for cannot do it.
     """
     platform = platform or target_platform()
-    if asked == "splash" and unsupported:
-        raise UserError(f"model.attention=splash cannot do this: {unsupported}; choose auto or xla")
+    if reason := unsupported.get(asked):
+        raise UserError(f"model.attention={asked} cannot do this: {reason}; choose auto or xla")
+    if asked == "tokamax" and platform not in ("gpu", "cuda"):
+        raise UserError(f"model.attention=tokamax is for GPUs, and this is {platform}; choose auto or xla")
     if asked != "auto":
-        chosen, reason = asked, "as asked"
+        chosen, why = str(asked), "as asked"
     elif platform != "tpu":
-        chosen, reason = "xla", f"on {platform}"
-    elif unsupported:
-        chosen, reason = "xla", f"on tpu, because of splash: {unsupported}"
+        chosen, why = "xla", f"on {platform}"
+    elif reason := unsupported["splash"]:
+        chosen, why = "xla", f"on tpu, because of splash: {reason}"
     else:
-        chosen, reason = "splash", "on tpu"
-    _log_once(chosen, reason)
+        chosen, why = "splash", "on tpu"
+    _log_once(chosen, why)
     return chosen
 
 
@@ -48,5 +52,5 @@ def target_platform() -> str:
 
 
 @functools.cache
-def _log_once(chosen: str, reason: str) -> None:
-    log.info("attention: %s, %s", chosen, reason)
+def _log_once(chosen: str, why: str) -> None:
+    log.info("attention: %s, %s", chosen, why)
