@@ -6,10 +6,10 @@ Adapts the quickstart's base with eight settings and three training seeds, and m
 (n = 200): masked-token loss in blocks of 16, AR and streaming accuracy, p_cache and what verified decoding gains. Every run has
 300 steps, the quickstart's adaptation 1,000. A stopped study goes on where it was. Table and plot land in runs/ablations.
 
-Two CPU cores, about an hour. Expect (means of three seeds): without the AR loss AR accuracy falls from 96 % to 8 %, and with it
-what verified decoding gains, from 2.5 to 1.2 tokens per forward; with the single stream the masked-token loss is 0.62 nats instead
-of 0.26; blocks of 4 give 0.83 nats, blocks of 8 and 32 0.45 and 0.34, a bidirectional block 0.30. The plot is docs/ablations.png, all
-values are in benchmarks/RESULTS.md.
+Two CPU cores, about an hour. Expect (means of three seeds): without the AR loss AR accuracy falls from 96 to 8 %, and with it
+what verified decoding gains, from 2.5 to 1.2 tokens per forward; with the single stream the masked-token loss is 0.62 nats
+instead of 0.26; blocks of 4 give 0.83 nats, blocks of 8 and 32 give 0.45 and 0.34, a bidirectional block 0.30. The plot is
+docs/ablations.png, all values are in benchmarks/RESULTS.md.
 """
 
 import dataclasses

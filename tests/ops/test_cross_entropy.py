@@ -102,10 +102,11 @@ def test_as_many_chunks_run_as_the_rows_with_a_loss_fill(count):
 
     @quick_jit
     def run(carries, values):
-        return module._over_chunks(lambda runs, x: (runs + 1, 10 * x), 0, carries, Tile(4, V), values)
+        chunks = module._Chunks.of(carries, Tile(4, V))
+        return chunks.used_N, chunks.in_order(10 * chunks.take(values))
 
-    runs, results = run(carries, values)
-    assert runs == math.ceil(count / 4)
+    used, results = run(carries, values)
+    assert used.sum() == math.ceil(count / 4)
     np.testing.assert_array_equal(results, np.where(carries, 10 * values, 0))
 
 

@@ -101,7 +101,7 @@ def _losses(cut: Cut, precision: str | None, *operands: jax.Array) -> jax.Array:
 
 def _forward(cut: Cut, precision: str | None, *operands: jax.Array) -> tuple[jax.Array, Any]:
     def on_device(hidden_TD, head_VD, targets_T, carries_loss_T):
-        head_VD = _whole(head_VD, cut).astype(hidden_TD.dtype)
+        head_VD = _whole(head_VD.astype(hidden_TD.dtype), cut)
         lse_T, picked_T = _on_platform(
             _log_sum_exp, precision, hidden_TD, head_VD, _own_columns(targets_T, head_VD, cut), carries_loss_T
         )
@@ -117,7 +117,7 @@ def _forward(cut: Cut, precision: str | None, *operands: jax.Array) -> tuple[jax
 
 def _backward(cut: Cut, precision: str | None, kept: Any, d_losses_T: jax.Array) -> tuple[Any, ...]:
     def on_device(hidden_TD, head_VD, targets_T, carries_loss_T, lse_T, d_losses_T):
-        whole_VD = _whole(head_VD, cut).astype(hidden_TD.dtype)
+        whole_VD = _whole(head_VD.astype(hidden_TD.dtype), cut)
         targets_T = _own_columns(targets_T, whole_VD, cut)
         rows = hidden_TD, whole_VD, targets_T, carries_loss_T, lse_T, d_losses_T
         d_hidden_TD, d_head_VD = _on_platform(_gradients, precision, *rows)
@@ -163,21 +163,28 @@ def _log_sum_exp(
     carries_T: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The log-sum-exp of the logits, and the logit of the target (0 where it is none of these columns), of each row."""
+    chunks = _Chunks.of(carries_T, tile)
 
-    def chunk(_: None, h_CD: jax.Array, target_C: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+    def run(h_CD: jax.Array, target_C: jax.Array) -> tuple[jax.Array, jax.Array]:
         def add(state, place):
             top_C, total_C, picked_C = state
-            _, columns_V, logits_CV = _logits(h_CD, head_VD, place, precision, tile=tile)
-            new_top_C = jnp.maximum(top_C, jnp.max(logits_CV, axis=1))
-            total_C = total_C * jnp.exp(top_C - new_top_C) + jnp.sum(jnp.exp(logits_CV - new_top_C[:, None]), axis=1)
-            picked_C += jnp.sum(jnp.where(columns_V == target_C[:, None], logits_CV, 0.0), axis=1)
+            w_WD, columns_W = _columns(head_VD, place, tile)
+            logits_CW = _logits(h_CD, w_WD, columns_W, precision)
+            new_top_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=1))
+            total_C = total_C * jnp.exp(top_C - new_top_C) + jnp.sum(jnp.exp(logits_CW - new_top_C[:, None]), axis=1)
+            picked_C += jnp.sum(jnp.where(columns_W == target_C[:, None], logits_CW, 0.0), axis=1)
             return (new_top_C, total_C, picked_C), None
 
         zeros_C = jnp.zeros(target_C.shape, jnp.float32)
         (top_C, total_C, picked_C), _ = jax.lax.scan(add, (zeros_C - jnp.inf, zeros_C, zeros_C), _places(head_VD, tile))
-        return None, (top_C + jnp.log(total_C), picked_C)
+        return top_C + jnp.log(total_C), picked_C
 
-    return _over_chunks(chunk, None, carries_T, tile, hidden_TD, targets_T)[1]
+    def skip(h_CD: jax.Array, target_C: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(target_C.shape), jnp.zeros(target_C.shape)
+
+    rows = chunks.used_N, chunks.take(hidden_TD), chunks.take(targets_T)
+    results = jax.lax.map(lambda row: jax.lax.cond(row[0], run, skip, *row[1:]), rows)
+    return chunks.in_order(results[0]), chunks.in_order(results[1])
 
 
 def _gradients(
@@ -190,66 +197,65 @@ def _gradients(
     lse_T: jax.Array,
     d_losses_T: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of these columns with respect to hidden [T, D] and head [V, D], in float32."""
-    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    """Gradients of these columns with respect to hidden [T, D] and head [V, D], in float32.
 
-    def chunk(d_head_VD, h_CD, target_C, lse_C, d_loss_C):
-        def add(gradients, place):
-            d_h_CD, d_head_VD = gradients
-            w_VD, columns_V, logits_CV = _logits(h_CD, head_VD, place, precision, tile=tile)
-            softmax_CV = jnp.exp(logits_CV - lse_C[:, None])
-            d_logits_CV = d_loss_C[:, None] * (softmax_CV - (columns_V == target_C[:, None]))
-            d_logits_CV = d_logits_CV.astype(h_CD.dtype)
-            d_h_CD += product("CV,VD->CD", d_logits_CV, w_VD)
-            start = place[0]
-            before_VD = jax.lax.dynamic_slice_in_dim(d_head_VD, start, w_VD.shape[0])
-            d_w_VD = before_VD + product("CV,CD->VD", d_logits_CV, h_CD)
-            return (d_h_CD, jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_w_VD, start, axis=0)), None
-
-        zeros_CD = jnp.zeros(h_CD.shape, jnp.float32)
-        (d_h_CD, d_head_VD), _ = jax.lax.scan(add, (zeros_CD, d_head_VD), _places(head_VD, tile))
-        return d_head_VD, d_h_CD
-
-    zeros_VD = jnp.zeros(head_VD.shape, jnp.float32)
-    d_head_VD, d_hidden_TD = _over_chunks(chunk, zeros_VD, carries_T, tile, hidden_TD, targets_T, lse_T, d_losses_T)
-    return d_hidden_TD, d_head_VD
-
-
-def _over_chunks(
-    chunk: Callable[..., tuple[Any, Any]], carry: Any, carries_T: jax.Array, tile: Tile, *arrays: jax.Array
-) -> tuple[Any, Any]:
-    """Chunk after chunk of the rows that carry a loss: (carry, rows of `arrays`) -> (carry, results of these rows).
-
-    Returns:
-      the last carry, and the results in the order of the rows, 0 for rows without a loss.
+    Columns outside, rows inside: the gradient of the head is as large as the head, and so each part of it is written once.
     """
-    T = carries_T.shape[0]
-    C = min(tile.rows, T)
-    chunks = -(-T // C)
-    count = jnp.sum(carries_T)
-    rows_NC = jnp.flatnonzero(carries_T, size=chunks * C, fill_value=T).reshape(chunks, C)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    chunks = _Chunks.of(carries_T, tile)
+    rows = chunks.used_N, *map(chunks.take, (hidden_TD, targets_T, lse_T, d_losses_T))
 
-    def run(carry, rows_C):  # past the last row with a loss: zeros, which add nothing
-        take = functools.partial(jnp.take, indices=rows_C, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
-        return chunk(carry, *map(take, arrays))
+    def add_columns(gradients, place):
+        d_hidden_NCD, d_head_VD = gradients
+        w_WD, columns_W = _columns(head_VD, place, tile)
 
-    _, shapes = jax.eval_shape(run, carry, rows_NC[0])
+        def run(d_w_WD, h_CD, target_C, lse_C, d_loss_C):
+            softmax_CW = jnp.exp(_logits(h_CD, w_WD, columns_W, precision) - lse_C[:, None])
+            d_logits_CW = d_loss_C[:, None] * (softmax_CW - (columns_W == target_C[:, None]))
+            d_logits_CW = d_logits_CW.astype(h_CD.dtype)
+            return d_w_WD + product("CW,CD->WD", d_logits_CW, h_CD), product("CW,WD->CD", d_logits_CW, w_WD)
 
-    def skip(carry, rows_C):
-        return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        def skip(d_w_WD, h_CD, *_):
+            return d_w_WD, jnp.zeros(h_CD.shape, jnp.float32)
 
-    def step(carry, xs):
-        number, rows_C = xs
-        return jax.lax.cond(number * C < count, run, skip, carry, rows_C)
+        def add_rows(d_w_WD, row):
+            return jax.lax.cond(row[0], run, skip, d_w_WD, *row[1:])
 
-    carry, results = jax.lax.scan(step, carry, (jnp.arange(chunks), rows_NC))
-    place_T = jnp.cumsum(carries_T) - 1  # of each row among those with a loss
+        before_WD = jax.lax.dynamic_slice_in_dim(d_head_VD, place[0], w_WD.shape[0])
+        d_w_WD, added_NCD = jax.lax.scan(add_rows, before_WD, rows)
+        return (
+            d_hidden_NCD + added_NCD,
+            jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_w_WD, place[0], axis=0),
+        ), None
 
-    def in_order(x):
-        x = x.reshape(chunks * C, *x.shape[2:])[place_T]
-        return jnp.where(jnp.expand_dims(carries_T, range(1, x.ndim)), x, 0)
+    zeros = jnp.zeros(rows[1].shape, jnp.float32), jnp.zeros(head_VD.shape, jnp.float32)
+    (d_hidden_NCD, d_head_VD), _ = jax.lax.scan(add_columns, zeros, _places(head_VD, tile))
+    return chunks.in_order(d_hidden_NCD), d_head_VD
 
-    return carry, jax.tree.map(in_order, results)
+
+class _Chunks(NamedTuple):
+    """The rows that carry a loss, in N chunks of C; the last ones may be empty."""
+
+    carries_T: jax.Array
+    rows_NC: jax.Array  # which row each place holds; T where none is left
+    used_N: jax.Array  # whether a chunk holds any
+
+    @classmethod
+    def of(cls, carries_T: jax.Array, tile: Tile) -> _Chunks:
+        T = carries_T.shape[0]
+        C = min(tile.rows, T)
+        N = -(-T // C)
+        rows_NC = jnp.flatnonzero(carries_T, size=N * C, fill_value=T).reshape(N, C)
+        return cls(carries_T, rows_NC, rows_NC[:, 0] < T)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """[N, C, ...] of an array [T, ...]; zeros, which add nothing, past the last row with a loss."""
+        return jnp.take(x, self.rows_NC, axis=0, mode="fill", fill_value=0, indices_are_sorted=True)
+
+    def in_order(self, x: jax.Array) -> jax.Array:
+        """Back to [T, ...]; 0 for rows without a loss."""
+        x = x.reshape(-1, *x.shape[2:])[jnp.cumsum(self.carries_T) - 1]
+        return jnp.where(jnp.expand_dims(self.carries_T, range(1, x.ndim)), x, 0)
 
 
 def _places(head_VD: jax.Array, tile: Tile) -> tuple[jax.Array, jax.Array]:
@@ -268,16 +274,17 @@ def _width(head_VD: jax.Array, tile: Tile) -> int:
     return min(V, -(-V // (tiles * LANES)) * LANES)
 
 
-def _logits(
-    h_CD: jax.Array, head_VD: jax.Array, place: tuple[jax.Array, jax.Array], precision: str | None, *, tile: Tile
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A tile of the head, its columns, and the logits; -inf, and no column, where the tile repeats what another has."""
+def _columns(head_VD: jax.Array, place: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
+    """A tile of the head [W, D] and the numbers of its columns [W]; no number for those that the tile before it has too."""
     start, fresh = place
-    V, width = head_VD.shape[0], _width(head_VD, tile)
-    w_VD = jax.lax.dynamic_slice_in_dim(head_VD, start, width)
-    logits_CV = jnp.einsum("CD,VD->CV", h_CD, w_VD, precision=precision, preferred_element_type=jnp.float32)
-    columns_V = start + jnp.arange(width, dtype=jnp.int32)
-    if V % width:
-        columns_V = jnp.where(columns_V >= fresh, columns_V, _NO_COLUMN)
-        logits_CV = jnp.where(columns_V >= 0, logits_CV, -jnp.inf)
-    return w_VD, columns_V, logits_CV
+    V, W = head_VD.shape[0], _width(head_VD, tile)
+    columns_W = start + jnp.arange(W, dtype=jnp.int32)
+    if V % W:
+        columns_W = jnp.where(columns_W >= fresh, columns_W, _NO_COLUMN)
+    return jax.lax.dynamic_slice_in_dim(head_VD, start, W), columns_W
+
+
+def _logits(h_CD: jax.Array, w_WD: jax.Array, columns_W: jax.Array, precision: str | None) -> jax.Array:
+    """-inf in columns without a number."""
+    logits_CW = jnp.einsum("CD,WD->CW", h_CD, w_WD, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.where(columns_W >= 0, logits_CW, -jnp.inf)
