@@ -62,10 +62,7 @@ class Causal:
     def physical_index(self, length: int) -> jax.Array:
         """int [1 or B, L]."""
         index = jnp.arange(length)[None]
-        if self.segment_ids is None:
-            return index
-        first = jnp.diff(self.segment_ids, axis=1, prepend=-1) != 0  # of each document, and of each run of padding
-        return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+        return index if self.segment_ids is None else index - document_starts(self.segment_ids)
 
 
 @jax.tree_util.register_dataclass
