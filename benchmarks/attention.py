@@ -11,7 +11,6 @@ grow with the length of a row: linearly and quadratically.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.side_by_side import machine, side_by_side
+from benchmarks.side_by_side import forward_and_backward, machine, side_by_side
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.model.patterns import Causal, DualStream
 
@@ -40,14 +39,6 @@ class Flags:
     dense: bool = True
     """Also the dense mask, which takes gigabytes."""
     rounds: int = 7
-
-
-def forward_and_backward(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        out, pullback = jax.vjp(attend, q, k, v)
-        return out, pullback(d_out)
-
-    return run
 
 
 def main() -> None:

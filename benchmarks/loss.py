@@ -11,9 +11,7 @@ of [rows with a loss, D] with [D, V], each a program of its own with its operand
 from __future__ import annotations
 
 import dataclasses
-import platform
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from benchmarks.side_by_side import forward_and_backward, machine, side_by_side
 from wedlm_jax.ops.cross_entropy import cross_entropy
 
 CHUNK = 512  # rows
@@ -55,14 +54,6 @@ def checkpointed(hidden_TD: jax.Array, head_VD: jax.Array, targets_T: jax.Array,
     return jax.lax.map(jax.checkpoint(chunk, prevent_cse=False), tuple(rows)).reshape(-1)
 
 
-def forward_and_backward(losses: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def run(hidden_TD, head_VD, targets_T, carries_T, d_losses_T):
-        value, pullback = jax.vjp(lambda h, w: losses(h, w, targets_T, carries_T), hidden_TD, head_VD)
-        return value, pullback(d_losses_T)
-
-    return run
-
-
 PRODUCTS = {"CD,VD->CV": 2, "CV,VD->CD": 1, "CV,CD->VD": 1}  # the logits twice, and the two gradients
 
 
@@ -76,37 +67,26 @@ def main() -> None:
     targets_T = jax.random.randint(next(keys), (T,), 0, V)
     count = round(flags.share * T)
     carries_T = jax.random.permutation(next(keys), jnp.arange(T) < count)
-    operands = hidden_TD, head_VD, targets_T, carries_T, jax.random.uniform(next(keys), (T,))
+    d_losses_T = jax.random.uniform(next(keys), (T,))
+
+    def form(losses: Callable[..., jax.Array]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        with_rows = lambda hidden_TD, head_VD: losses(hidden_TD, head_VD, targets_T, carries_T)  # noqa: E731
+        return forward_and_backward(with_rows), (hidden_TD, head_VD, d_losses_T)
 
     forms = {"all logits at once": all_at_once, "checkpointed chunks": checkpointed, "ops.cross_entropy": cross_entropy}
-    compiled = {name: jax.jit(forward_and_backward(form)).lower(*operands).compile() for name, form in forms.items()}
-    runs: dict[str, Callable[[], Any]] = {name: lambda one=one: one(*operands) for name, one in compiled.items()}  # type: ignore[misc]
-
+    programs: dict[str, Any] = {name: form(losses) for name, losses in forms.items()}
     sides = {"CD": hidden_TD[:count], "VD": head_VD, "CV": jax.random.normal(next(keys), (count, V), flags.dtype)}
-    for equation, times in PRODUCTS.items():
-        left, right = (sides[name] for name in equation.partition("->")[0].split(","))
-        product = jax.jit(
-            lambda a, b, equation=equation: jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
-        )
-        for number in range(times):
-            runs[f"{equation} {number}"] = lambda product=product, a=left, b=right: product(a, b)  # type: ignore[misc]
+    for equation in PRODUCTS:
+        product = functools.partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
+        programs[equation] = product, tuple(sides[name] for name in equation.partition("->")[0].split(","))
+    measured = side_by_side(programs, flags.rounds)
+    floor = sum(times * measured[equation].seconds for equation, times in PRODUCTS.items())
 
-    times_of: dict[str, list[float]] = {name: [] for name in runs}
-    for number in range(flags.rounds + 1):
-        for name, run in runs.items():
-            begun = time.perf_counter()
-            jax.block_until_ready(run())
-            if number:  # the first warms up
-                times_of[name].append(time.perf_counter() - begun)
-    medians = {name: statistics.median(times) for name, times in times_of.items()}
-    floor = sum(seconds for name, seconds in medians.items() if name not in forms)
-
-    device = f"{jax.devices()[0].device_kind}, {platform.machine()}, jax {jax.__version__}"
-    print(f"T = {T}, {count} with a loss, D = {D}, V = {V}, {flags.dtype}; {device}; medians of {flags.rounds}\n")
+    print(f"T = {T}, {count} with a loss, D = {D}, V = {V}, {flags.dtype}; {machine()}; medians of {flags.rounds}\n")
     print("| | ms | of the floor | temporary memory, MiB |\n|---|---|---|---|")
     for name in forms:
-        memory = compiled[name].memory_analysis().temp_size_in_bytes / 2**20
-        print(f"| {name} | {1e3 * medians[name]:.0f} | {medians[name] / floor:.2f} | {memory:.0f} |")
+        m = measured[name]
+        print(f"| {name} | {1e3 * m.seconds:.0f} | {m.seconds / floor:.2f} | {m.temporaries / 2**20:.0f} |")
     print(f"| floor: four products | {1e3 * floor:.0f} | 1.00 | |")
 
 

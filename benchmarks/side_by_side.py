@@ -40,6 +40,17 @@ def side_by_side(
     }
 
 
+def forward_and_backward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """(arguments of `function`, cotangent of its result) -> its result, and the gradients of the arguments."""
+
+    def run(*arguments: Any) -> Any:
+        *inputs, cotangent = arguments
+        result, pullback = jax.vjp(function, *inputs)
+        return result, pullback(cotangent)
+
+    return run
+
+
 def machine() -> str:
     """Where the figures are from."""
     devices = jax.devices()

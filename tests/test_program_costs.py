@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from tests.tiny_training import MODEL, SETTINGS, packed_batch
 from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.ops.attention import attend_ranges
 from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -136,6 +137,19 @@ def test_flops_of_a_kernel_are_those_of_its_grid_or_as_declared():
 
 
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+def test_flops_of_attention_by_key_ranges_are_those_of_all_tiles_the_most_that_its_loops_may_run():
+    rows, length, heads, kv_heads, head_dim = 2, 2048, 4, 2, 8
+    q, k = (jnp.zeros((rows, length, n, head_dim)) for n in (heads, kv_heads))
+    end = jnp.broadcast_to(jnp.arange(1, length + 1), (rows, length))
+
+    def loss(q, k, v):
+        return jnp.sum(attend_ranges(q, k, v, jnp.zeros_like(end), end)[0])
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(q, k, k)
+    products = 2 + 5  # forward, and the scores again with four gradients
+    assert matmul_flops(traced.jaxpr.jaxpr) == products * 2 * rows * heads * length * length * head_dim
+
+
 def test_flops_of_what_each_device_does_for_itself_are_those_of_all():
     mesh = make_mesh(MeshConfig(data=4, tensor=2))
     for spec, rows in ((jax.P(("data", "tensor")), 1), (jax.P("data"), 2)):  # on each device

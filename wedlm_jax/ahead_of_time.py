@@ -193,9 +193,8 @@ def _devices(topology: str) -> list[jax.Device]:
             "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
             "(it needs no TPU)"
         )
-    os.environ.setdefault(
-        "ALLOW_MULTIPLE_LIBTPU_LOAD", "true"
-    )  # no TPU is touched, so several may compile side by side
+    # No TPU is touched, so several may compile side by side.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has

@@ -32,9 +32,10 @@ _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
     """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs.
 
-    What each device of a mesh does for itself (`jax.shard_map`) counts for all of them. The body of a Pallas kernel counts
-    as often as `kernel_runs` around its call says (here `runs`), or else once for each step of its grid. Of the
-    branches of a condition the costliest counts: where a program skips work, what it does at most.
+    What each device of a mesh does for itself (`jax.shard_map`) counts for all of them. The body of a Pallas kernel, or of a
+    loop whose trip count is data, counts as often as `kernel_runs` around it says (here `runs`), or else once for each step
+    of the kernel's grid, and a loop once. Of the branches of a condition the costliest counts: where a program skips work,
+    what it does at most.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -51,13 +52,15 @@ def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
             times = equation.params["mesh"].size
         elif equation.primitive.name == "pallas_call":
             times = math.prod(equation.params["grid_mapping"].grid) if inside is None else inside
+        elif equation.primitive.name == "while":
+            times = 1 if inside is None else inside
         of_all = max if equation.primitive.name == "cond" else sum
         total += times * of_all([matmul_flops(inner, inside) for inner in _inner(equation.params)] or [0])
     return total
 
 
 def kernel_runs(times: int) -> AbstractContextManager[None]:
-    """Says, while tracing, how often each kernel called inside runs its body: its schedule may skip steps of its grid."""
+    """Says, while tracing, how often each kernel, and loop whose trip count is data, runs its body inside."""
     return jax.named_scope(f"kernel_runs_{times}")
 
 
@@ -128,9 +131,8 @@ def collectives(text: str) -> list[Collective]:
 
 def _gathers(lines: dict[str, list[str]], name: str, line: str) -> bool:
     """Whether all that an all-reduce sums are zeros but for the part of each device."""
-    definitions: dict[
-        str, dict[str, tuple[str, list[str], str]]
-    ] = {}  # by computation and name: opcode, operands, line
+    # By computation and name: opcode, operands, line.
+    definitions: dict[str, dict[str, tuple[str, list[str], str]]] = {}
 
     def of(computation: str) -> dict[str, tuple[str, list[str], str]]:
         if computation not in definitions:

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.model.patterns import DualStream
-from wedlm_jax.ops.attention import flash_gpu
-from wedlm_jax.ops.attention.flash_gpu import OwnBlocks, flash_attention, sm90, triton, unsupported
+from wedlm_jax.ops.attention import OwnBlocks, flash_gpu
+from wedlm_jax.ops.attention.flash_gpu import flash_attention, sm90, triton, unsupported
 
 tokamax = pytest.importorskip("tokamax", reason="tokamax is not installed (the `gpu` extra)")
 

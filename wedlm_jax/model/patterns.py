@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import (
     Implementation,
+    OwnBlocks,
     attend,
     attend_cache,
     attend_ranges,
@@ -95,7 +96,7 @@ class DualStream:
         start, end = (self._side_by_side(jnp.concatenate(x, axis=1)) for x in zip(*self.ranges(), strict=True))
         out, lse = attend_ranges(self._side_by_side(q), k_memory, v_memory, start, end)
         (memory, prefix), (_, prefix_lse) = self._streams(out), self._streams(lse)
-        inside = self._attend_block(q[:, length:], k_prediction, v_prediction)
+        inside = self._attend_block(q[:, length:], self._own_blocks(k_prediction, v_prediction))
         return jnp.concatenate([memory, merge(*inside, prefix, prefix_lse)], axis=1)
 
     def by_flash(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -104,7 +105,7 @@ class DualStream:
             jnp.split(x, 2, axis=1) for x in (q, k, v)
         )
         of_memory, of_prediction = self.ranges()
-        own = flash_gpu.OwnBlocks(k_prediction, v_prediction, *self.block_ranges(), size=self.block_size)
+        own = self._own_blocks(k_prediction, v_prediction)
         memory = flash_gpu.flash_attention(q_memory, k_memory, v_memory, *of_memory)
         prediction = flash_gpu.flash_attention(q_prediction, k_memory, v_memory, *of_prediction, own)
         return jnp.concatenate([memory, prediction], axis=1)
@@ -121,13 +122,13 @@ class DualStream:
             end = jnp.minimum(self._block_starts() + self.block_size, document_ends(self.segment_ids))
         return jnp.maximum(start, self._block_starts()), end
 
-    def _attend_block(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        start, end = self.block_ranges()
-        if self.block_size > DENSE_BLOCK:
-            return attend_ranges(q, k, v, start, end)
-        keys = self._to_blocks(jnp.broadcast_to(jnp.arange(start.shape[1]), start.shape))[:, None, :]
-        visible = (self._to_blocks(start)[..., None] <= keys) & (keys < self._to_blocks(end)[..., None])
-        out, lse = attend(self._to_blocks(q), self._to_blocks(k), self._to_blocks(v), visible)
+    def _own_blocks(self, k_prediction: jax.Array, v_prediction: jax.Array) -> OwnBlocks:
+        return OwnBlocks(k_prediction, v_prediction, *self.block_ranges(), size=self.block_size)
+
+    def _attend_block(self, q: jax.Array, own: OwnBlocks) -> tuple[jax.Array, jax.Array]:
+        if own.size > DENSE_BLOCK:
+            return attend_ranges(q, own.k_BTKH, own.v_BTKH, own.start_BT, own.end_BT)
+        out, lse = attend(*own.by_block(q))
         return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
     def _block_starts(self) -> jax.Array:
@@ -137,9 +138,6 @@ class DualStream:
     def physical_index(self, length: int) -> jax.Array:
         """int [B, 2L]: each stream counts for itself, and reordering moves tokens inside their block alone."""
         return jnp.tile(Causal(self.segment_ids).physical_index(length // 2), 2)
-
-    def _to_blocks(self, x: jax.Array) -> jax.Array:
-        return x.reshape(-1, self.block_size, *x.shape[2:])
 
     def _side_by_side(self, x: jax.Array) -> jax.Array:
         """[B, 2L, ...]: from the memory stream and then the prediction stream to block by block of both."""

@@ -6,6 +6,7 @@ cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range
 `flash_gpu` key ranges by GPU kernels, and `choose` says which is used. Knows nothing of WeDLM.
 """
 
+from wedlm_jax.ops.attention.blocks import OwnBlocks
 from wedlm_jax.ops.attention.cache import attend_cache
 from wedlm_jax.ops.attention.choice import Implementation, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
@@ -14,6 +15,7 @@ from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
 __all__ = [
     "RESIDUALS",
     "Implementation",
+    "OwnBlocks",
     "attend",
     "attend_cache",
     "attend_ranges",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.ops.attention.dense import MASKED_SCORE, attend
+from wedlm_jax.program_costs import kernel_runs
 
 QUERY_TILE = 256
 KEY_TILE = 256
@@ -27,8 +29,6 @@ DENSE_SCORES = 2**16
 # The name of output and log-sum-exp, of every implementation, to a remat policy: what it keeps by this name
 # (`jax.checkpoint_policies.save_only_these_names`) the backward pass finds instead of computing it again.
 RESIDUALS = "attention"
-
-ReadTile = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def attend_ranges(
@@ -71,34 +71,23 @@ def _forward(q_TNH, k_SKH, v_SKH, start_T, end_T):
     K = k_SKH.shape[1]
     k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), KEY_TILE, axis=1) for x in (k_SKH, v_SKH))
 
-    def read(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return _slice(k_KSH, tile), _slice(v_KSH, tile)
+    def query_tile(queries: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        return _attend_tile(*queries, k_KSH, v_KSH)
 
-    def attend_tile(queries: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q_KRH, start_R, end_R = queries
-        return attend_tiles(q_KRH, start_R, end_R, read)
-
-    out, lse = jax.lax.map(attend_tile, (_query_tiles(q_TNH, K), *_range_tiles(start_T, end_T, N // K)))
+    out, lse = jax.lax.map(query_tile, (_query_tiles(q_TNH, K), *_range_tiles(start_T, end_T, N // K)))
     out_TNH = checkpoint_name(_from_query_tiles(out, T).astype(q_TNH.dtype), RESIDUALS)
     lse_TN = checkpoint_name(_from_query_tiles(lse[..., None], T)[..., 0], RESIDUALS)
     return (out_TNH, lse_TN), (q_TNH, k_SKH, v_SKH, start_T, end_T, out_TNH, lse_TN)
 
 
-def attend_tiles(q_KRH: jax.Array, start_R: jax.Array, end_R: jax.Array, read: ReadTile) -> tuple[jax.Array, jax.Array]:
-    """R queries of each kv head over the tiles of keys that any of them sees.
-
-    Args:
-      q_KRH: scaled queries [K, R, H].
-      start_R, end_R: their key ranges, int [R].
-      read: number of a tile -> its keys and values, each [K, KEY_TILE, H].
-
-    Returns:
-      out [K, R, H] and log-sum-exp [K, R], float32.
-    """
+def _attend_tile(
+    q_KRH: jax.Array, start_R: jax.Array, end_R: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """R scaled queries of each kv head over the tiles of keys that any of them sees: out [K, R, H], lse [K, R], float32."""
 
     def add(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out_KRH, peak_KR, total_KR = carry
-        k_KCH, v_KCH = read(tile)
+        k_KCH, v_KCH = _slice(k_KSH, tile), _slice(v_KSH, tile)
         scores_KRC = _scores(q_KRH, k_KCH, start_R, end_R, tile)
         new_peak_KR = jnp.maximum(peak_KR, jnp.max(scores_KRC, axis=-1))
         weights_KRC = jnp.exp(scores_KRC - new_peak_KR[..., None])
@@ -109,7 +98,7 @@ def attend_tiles(q_KRH: jax.Array, start_R: jax.Array, end_R: jax.Array, read: R
 
     K, R, _ = q_KRH.shape
     nothing = jnp.zeros(q_KRH.shape, jnp.float32), jnp.full((K, R), MASKED_SCORE), jnp.zeros((K, R))
-    out_KRH, peak_KR, total_KR = jax.lax.fori_loop(*_tiles_seen(start_R, end_R), add, nothing)
+    out_KRH, peak_KR, total_KR = _over_tiles_seen(start_R, end_R, k_KSH, add, nothing)
     total_KR = jnp.where(total_KR > 0, total_KR, 1.0)  # no tile was visited: every range of these is empty
     return out_KRH / total_KR[..., None], peak_KR + jnp.log(total_KR)
 
@@ -143,7 +132,7 @@ def _backward(residuals, cotangents):
             return d_q_KRH, _add_slice(d_k_KSH, tile, d_k_KCH), _add_slice(d_v_KSH, tile, d_v_KCH)
 
         start = (jnp.zeros(q_KRH.shape, jnp.float32), *d_keys_and_values)
-        d_q_KRH, *d_keys_and_values = jax.lax.fori_loop(*_tiles_seen(start_R, end_R), add, start)
+        d_q_KRH, *d_keys_and_values = _over_tiles_seen(start_R, end_R, k_KSH, add, start)
         return tuple(d_keys_and_values), d_q_KRH
 
     zeros = jnp.zeros(k_KSH.shape, jnp.float32), jnp.zeros(v_KSH.shape, jnp.float32)
@@ -175,12 +164,15 @@ def _scores(q_KRH: jax.Array, k_KCH: jax.Array, start_R: jax.Array, end_R: jax.A
     return jnp.where(visible_RC, _dot("KRH,KCH->KRC", q_KRH, k_KCH), MASKED_SCORE)
 
 
-def _tiles_seen(start_R: jax.Array, end_R: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first tile of keys that any of the ranges touches, and the one after the last."""
+def _over_tiles_seen(
+    start_R: jax.Array, end_R: jax.Array, k_KSH: jax.Array, add: Callable[[jax.Array, Any], Any], carry: Any
+) -> Any:
+    """`add(tile, carry)` from the first tile of keys that any of the ranges touches to the last."""
     empty = start_R >= end_R
     low = jnp.min(jnp.where(empty, jnp.iinfo(jnp.int32).max, start_R)) // KEY_TILE
     high = -(-jnp.max(jnp.where(empty, 0, end_R)) // KEY_TILE)
-    return low, high
+    with kernel_runs(k_KSH.shape[1] // KEY_TILE):  # at most
+        return jax.lax.fori_loop(low, high, add, carry)
 
 
 def _query_tiles(q_TNH: jax.Array, kv_heads: int) -> jax.Array:
