@@ -16,7 +16,8 @@ from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, run_stepwise, start
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import STOPPED, DecodeState, StepRecord
-from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.decode.stats import Completion, FinishReason, Stats
+from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
@@ -30,13 +31,6 @@ class Request(NamedTuple):
     prompt: list[int]
     config: DecodeConfig  # stop_ids and mask_token_id resolved
     row: int  # its number in the call, which seeds its noise
-
-
-class Commit(NamedTuple):
-    """What `stream` yields: tokens that will not change any more, and the text that they complete."""
-
-    ids: list[int]
-    text: str | None
 
 
 def generate(
@@ -88,20 +82,13 @@ def generate(
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
     """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
     request = make_request(model, prompt, config, row=0, name="prompt")
-    sent_ids, sent_text = 0, ""
+    pieces = Pieces(model.tokenizer, request.config)
     with _memory_errors([request]):
         batch = _Batch(model, [request])
         for state, _ in batch.stepwise():
-            ids, finished = batch.ids(state)[0], not bool(state.running[0])
-            text = None if model.tokenizer is None else batch.text(request, ids, finished)
-            piece = None
-            if text is not None:
-                stable = text if finished else _stable_prefix(text, config.stop)
-                piece = stable[len(sent_text) :]
-                sent_text = stable
-            if len(ids) > sent_ids or piece:
-                yield Commit(ids[sent_ids:], piece)
-                sent_ids = len(ids)
+            commit = pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))
+            if commit is not None:
+                yield commit
 
 
 def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
@@ -136,7 +123,7 @@ class _Batch:
         graph, self.params = nnx.split(model.transformer)
         self.program = Program(graph, config.decoder, config.refill)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
-        width = _bucket(max(len(r.prompt) for r in requests))
+        width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):
             prompts[row, : len(request.prompt)] = request.prompt
@@ -146,7 +133,7 @@ class _Batch:
             jnp.asarray(prompts),
             jnp.asarray([len(r.prompt) for r in requests], jnp.int32),
             slots=config.slots,
-            output_slots=_bucket(max(r.config.max_new_tokens for r in requests)),
+            output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
         )
 
@@ -171,21 +158,15 @@ class _Batch:
         output, generated = np.asarray(state.output), np.asarray(state.generated)
         return [output[row, :count].tolist() for row, count in enumerate(generated)]
 
-    def text(self, request: Request, ids: list[int], finished: bool) -> str:
-        """The text of `ids` without a final stop id, cut before the first stop string."""
-        if finished and ids and ids[-1] in (request.config.stop_ids or ()):
-            ids = ids[:-1]
-        text = self.model.tokenizer.decode(ids)
-        return text[: _first_stop(text, request.config.stop)]
-
     def completions(self, state: DecodeState) -> list[Completion]:
         finish, forwards, processed = (np.asarray(x) for x in (state.finish, state.forwards, state.processed))
         return [
-            Completion(
-                ids=ids,
-                finish_reason="stop" if finish[row] == STOPPED else "length",
-                stats=Stats(len(ids), int(forwards[row]), int(processed[row])),
-                text=None if self.model.tokenizer is None else self.text(request, ids, finished=True),
+            completion(
+                self.model,
+                request.config,
+                ids,
+                "stop" if finish[row] == STOPPED else "length",
+                Stats(len(ids), int(forwards[row]), int(processed[row])),
             )
             for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True))
         ]
@@ -196,15 +177,16 @@ class _Batch:
             # A row that has just met a stop id is read too: the string may have come before it.
             if not request.config.stop:
                 continue
-            if _first_stop(self.model.tokenizer.decode(ids), request.config.stop) is not None:
-                # Keep the fewest tokens whose text holds the stop string.
-                kept = next(
-                    k
-                    for k in range(1, len(ids) + 1)
-                    if _first_stop(self.model.tokenizer.decode(ids[:k]), request.config.stop) is not None
-                )
+            kept = ids_up_to_stop(self.model.tokenizer, ids, request.config.stop)
+            if kept is not None:
                 generated[row], finish[row] = kept, STOPPED
         return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
+
+
+def completion(model: Model, config: DecodeConfig, ids: list[int], reason: FinishReason, stats: Stats) -> Completion:
+    """A finished row as it is handed out. `config.stop_ids` is resolved."""
+    text = None if model.tokenizer is None else text_of(model.tokenizer, ids, config, finished=True)
+    return Completion(ids, reason, stats, text)
 
 
 def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
@@ -239,18 +221,6 @@ def _memory_errors(requests: Sequence[Request]) -> Iterator[None]:
         ) from error
 
 
-def _first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first stop string begins, or None."""
-    places = [place for place in (text.find(s) for s in stop) if place >= 0]
-    return min(places, default=None)
-
-
-def _stable_prefix(text: str, stop: Sequence[str]) -> str:
-    """The part of unfinished text that later tokens cannot change: no half character, no beginning of a stop string."""
-    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-    held = max((k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
-    return text[: len(text) - held]
-
-
-def _bucket(n: int) -> int:
+def bucket(n: int) -> int:
+    """`n` rounded up to a length that programs are compiled for."""
     return SMALLEST_BUCKET << max(0, (-(-n // SMALLEST_BUCKET) - 1).bit_length())

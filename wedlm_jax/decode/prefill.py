@@ -37,6 +37,14 @@ def prefill(
     # A row writes at most C slots behind prompt + output; what padding left above the cursor is overwritten before it is read.
     room = ((0, 0), (0, 0), (0, output_slots + slots), (0, 0), (0, 0))
     cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+    return begin(cache, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
+
+
+def begin(
+    cache: KVCache, prompt: jax.Array, prompt_length: jax.Array, *, slots: int, output_slots: int, holds_back: bool
+) -> DecodeState:
+    """Empty windows behind prompts that the cache holds (but for the last token where it is held back); as in `prefill`."""
+    B = prompt.shape[0]
     zeros = jnp.zeros(B, jnp.int32)
     window, filled = jnp.zeros((B, slots), jnp.int32), jnp.zeros((B, slots), bool)
     if holds_back:

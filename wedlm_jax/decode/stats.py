@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+FinishReason = Literal["stop", "length", "cancelled"]  # only an engine cancels
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
@@ -38,7 +40,7 @@ class Completion:
     """The tokens that follow one prompt."""
 
     ids: list[int]  # with the stop id, where one ended it
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     stats: Stats
     text: str | None = None  # without the stop id or stop string; None without a tokenizer
     trace: list[dict[str, Any]] | None = None  # one entry a forward, where asked for: see decode/trace.py

@@ -1,0 +1,65 @@
+"""From committed ids to text: whole characters, without the stop id, and never a piece of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from wedlm_jax.decode.config import DecodeConfig
+
+
+class Commit(NamedTuple):
+    """Tokens that will not change any more, and the text that they complete."""
+
+    ids: list[int]
+    text: str | None  # None without a tokenizer
+
+
+class Pieces:
+    """Hands a growing row out as commits, which join to its ids and to its text."""
+
+    def __init__(self, tokenizer: Any | None, config: DecodeConfig):
+        self._tokenizer, self._config = tokenizer, config
+        self._sent_ids, self._sent_text = 0, ""
+
+    def next(self, ids: list[int], finished: bool) -> Commit | None:
+        """What is new in `ids`, all that the row has committed so far; None if that is nothing."""
+        text = None
+        if self._tokenizer is not None:
+            text = text_of(self._tokenizer, ids, self._config, finished)
+            text = text if finished else _stable_prefix(text, self._config.stop)
+        piece = None if text is None else text[len(self._sent_text) :]
+        if len(ids) == self._sent_ids and not piece:
+            return None
+        commit = Commit(ids[self._sent_ids :], piece)
+        self._sent_ids, self._sent_text = len(ids), text or ""
+        return commit
+
+
+def text_of(tokenizer: Any, ids: list[int], config: DecodeConfig, finished: bool) -> str:
+    """The text of `ids` without a final stop id, cut before the first stop string. `config.stop_ids` is resolved."""
+    if finished and ids and ids[-1] in (config.stop_ids or ()):
+        ids = ids[:-1]
+    text = tokenizer.decode(ids)
+    return text[: _first_stop(text, config.stop)]
+
+
+def ids_up_to_stop(tokenizer: Any, ids: list[int], stop: Sequence[str], checked: int = 0) -> int | None:
+    """The fewest leading ids whose text holds a stop string, or None. The first `checked` are known to hold none."""
+    if _first_stop(tokenizer.decode(ids), stop) is None:
+        return None
+    counts = range(checked + 1, len(ids) + 1)
+    return next(k for k in counts if _first_stop(tokenizer.decode(ids[:k]), stop) is not None)
+
+
+def _first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the first stop string begins, or None."""
+    places = [place for place in (text.find(s) for s in stop) if place >= 0]
+    return min(places, default=None)
+
+
+def _stable_prefix(text: str, stop: Sequence[str]) -> str:
+    """The part of unfinished text that later tokens cannot change: no half character, no beginning of a stop string."""
+    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    held = max((k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    return text[: len(text) - held]
