@@ -4,8 +4,9 @@
     python -m benchmarks.attention --lengths 4096 8192 16384 32768 --heads 1 --kv-heads 1 --head-dim 16 --no-dense --rounds 3
 
 One row of 2L tokens, both streams. `causal` is one causal attention over L tokens by the same implementation; `dense` is
-softmax over the whole [2L, 2L] mask by XLA's `jax.nn.dot_product_attention`. The second command shows how memory and time
-grow with the length of a row: linearly and quadratically.
+softmax over the whole [2L, 2L] mask by XLA's `jax.nn.dot_product_attention`. FLOPs are the useful ones, 12 H for each pair of
+tokens that see each other: where their rate does not fall with L, time is quadratic with the constant of the arithmetic. The
+second command shows that, and that memory is linear.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.side_by_side import forward_and_backward, machine, side_by_side
+from benchmarks.side_by_side import forward_and_backward, machine, print_table, side_by_side
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.model.patterns import Causal, DualStream
 
@@ -43,14 +42,12 @@ class Flags:
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    table = Table(title=f"{machine()}; {flags.documents} documents, {flags.dtype}, medians of {flags.rounds}")
-    for column in ("L", "", "forward and backward, ms", "of one causal", "temporaries, MiB"):
-        table.add_column(column, justify="right")
-    for length in flags.lengths:
-        for row in rows(flags, length):
-            table.add_row(*row)
-        table.add_section()
-    Console(width=120).print(table)
+    print_table(
+        f"{machine()}; {flags.heads} heads, {flags.kv_heads} kv heads, H = {flags.head_dim}, blocks of {flags.block_size}, "
+        f"{flags.documents} documents, {flags.dtype}, {flags.implementation}, medians of {flags.rounds}",
+        ("L", "", "forward and backward, ms", "of one causal", "useful GFLOP/s", "temporaries, MiB"),
+        [row for length in flags.lengths for row in rows(flags, length)],
+    )
 
 
 def rows(flags: Flags, length: int) -> list[tuple[str, ...]]:
@@ -75,12 +72,15 @@ def rows(flags: Flags, length: int) -> list[tuple[str, ...]]:
     if flags.dense:
         programs["dense"] = forward_and_backward(dense), tuple(both)
     measured = side_by_side(programs, flags.rounds)
+    of_a_stream = flags.documents * sum(range(1, length // flags.documents + 1))
+    useful = {name: 12 * flags.head_dim * flags.heads * of_a_stream * (2 - (name == "causal")) for name in programs}
     return [
         (
             f"{length:,}",
             name,
             f"{1e3 * m.seconds:.1f}",
             f"{m.seconds / measured['causal'].seconds:.2f}",
+            f"{useful[name] / m.seconds / 1e9:,.1f}",
             f"{m.temporaries / 2**20:.1f}",
         )
         for name, m in measured.items()

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from benchmarks.side_by_side import forward_and_backward, machine, side_by_side
+from benchmarks.side_by_side import forward_and_backward, machine, print_table, side_by_side
 from wedlm_jax.ops.cross_entropy import cross_entropy
 
 CHUNK = 512  # rows
@@ -82,12 +82,16 @@ def main() -> None:
     measured = side_by_side(programs, flags.rounds)
     floor = sum(times * measured[equation].seconds for equation, times in PRODUCTS.items())
 
-    print(f"T = {T}, {count} with a loss, D = {D}, V = {V}, {flags.dtype}; {machine()}; medians of {flags.rounds}\n")
-    print("| | ms | of the floor | temporary memory, MiB |\n|---|---|---|---|")
-    for name in forms:
-        m = measured[name]
-        print(f"| {name} | {1e3 * m.seconds:.0f} | {m.seconds / floor:.2f} | {m.temporaries / 2**20:.0f} |")
-    print(f"| floor: four products | {1e3 * floor:.0f} | 1.00 | |")
+    table = [
+        (name, f"{1e3 * m.seconds:.0f}", f"{m.seconds / floor:.2f}", f"{m.temporaries / 2**20:.0f}")
+        for name, m in measured.items()
+        if name in forms
+    ]
+    print_table(
+        f"T = {T}, {count} with a loss, D = {D}, V = {V}, {flags.dtype}; {machine()}; medians of {flags.rounds}",
+        ("", "ms", "of the floor", "temporary memory, MiB"),
+        [*table, ("floor: four products", f"{1e3 * floor:.0f}", "1.00", "")],
+    )
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,28 @@ def forward_and_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+SQUARE_PRODUCTS = 8
+
+
+def square_products(dtype: str) -> tuple[tuple[Callable[..., Any], tuple[Any, ...]], float]:
+    """A program of plain products of square matrices, as large as the device likes them, and its FLOPs."""
+    size = 1024 if jax.default_backend() == "cpu" else 8192
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype) * jnp.asarray(size**-0.5, dtype)
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, SQUARE_PRODUCTS, lambda _, y: x @ y, x)
+
+    return (run, (x,)), SQUARE_PRODUCTS * 2.0 * size**3
+
+
 def machine() -> str:
     """Where the figures are from."""
     devices = jax.devices()
     return f"{len(devices)} x {devices[0].device_kind}, {os.cpu_count()} cores of {platform.machine()}, jax {jax.__version__}"
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """In Markdown; the first column is text, the others are numbers."""
+    print(f"{title}\n")
+    for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows):
+        print(f"| {' | '.join(cells)} |")

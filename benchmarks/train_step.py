@@ -1,99 +1,159 @@
-"""One whole training step beside its own plain matrix products: time, tokens per second, memory, and where the rest goes.
+"""One whole training step beside its own plain matrix products: time, tokens per second, MFU, memory, where the rest goes.
 
     python -m benchmarks.train_step                           # 33.6M parameters, one row of 1,024 tokens
-    python -m benchmarks.train_step --length 4096
+    python -m benchmarks.train_step --lengths 4096
+    python -m benchmarks.train_step --shape tiny --layers 1 --lengths 4096 8192 16384 32768 --no-parts --rounds 3
+    python -m benchmarks.train_step --official ~/WeDLM --official-python ~/torch/bin/python   # beside the official trainer
+    python -m benchmarks.train_step --shape qwen3_0p6b --lengths 4096 --no-parts              # a GPU
 
-The shape is that of the official trainer's figures on a CPU (8 layers, D = 512, V = 8,192, blocks of 32). The floor is the
-products of the layers with their parameters, forward and backward, over both streams, and those of the output layer for the
-rows that carry a loss: the same shapes, in a program that does nothing else. Attention, norms, RoPE, the losses' softmax, the
-optimizer and all copies are what the step has on top.
+The default shape is that of the official trainer's figures on a CPU (8 layers, D = 512, V = 8,192, blocks of 32). The floor is
+the products of the layers with their parameters, forward and backward, over both streams, and those of the output layer for
+the rows that carry a loss: the same shapes, in a program that does nothing else. Attention, norms, RoPE, the losses' softmax,
+the optimizer and all copies are what the step has on top. Useful FLOPs are those of `model.flops.training_flops`; their rate is
+set against that of plain square products in the same run and, where it is known, against the data sheet (MFU).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.side_by_side import machine, side_by_side
+from benchmarks import official, shapes
+from benchmarks.side_by_side import machine, print_table, side_by_side, square_products
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.experiment import ModelConfig, ObjectiveConfig, OptimizerConfig
+from wedlm_jax.metrics.throughput import peak_flops
+from wedlm_jax.model.config import DType, Remat
 from wedlm_jax.model.patterns import DualStream
+from wedlm_jax.ops.attention import Implementation
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import from_seed
-from wedlm_jax.train_step import StepSettings, corrupted_streams, update, wedlm_forward, wedlm_step
+from wedlm_jax.train_step import StepSettings, corrupted_streams, row_metrics, update, wedlm_forward, wedlm_step
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    length: int = 1024
+    shape: shapes.Name = "34m"
+    lengths: tuple[int, ...] = (1024,)
     """L: tokens of a row."""
     rows: int = 1
     documents: int = 1
     """Of equal length, in each row."""
     block_size: int = 32
-    layers: int = 8
-    dtype: str = "float32"
-    remat: str = "none"
+    layers: int | None = None
+    """Other than those of the shape."""
+    dtype: DType | None = None
+    """Other than that of the shape."""
+    remat: Remat = "none"
+    attention: Implementation = "auto"
+    parts: bool = True
+    """Also the parts of the step."""
     rounds: int = 5
+    official: Path | None = None
+    """Instead: our step beside that of the official trainer, of which this is your own checkout (github.com/tencent/WeDLM).
+    Nothing of it is in this repository, and its licence says that it is not intended for use within the European Union."""
+    official_python: str = sys.executable
+    """The interpreter that runs it: one with torch, transformers, tqdm and yaml."""
 
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    model = ModelConfig(
-        vocab_size=8192, hidden_size=512, intermediate_size=1536, num_layers=flags.layers, num_heads=8, num_kv_heads=4,
-        head_dim=64, dtype=flags.dtype, remat=flags.remat,
-    )  # fmt: skip
-    settings = StepSettings(
-        model, ObjectiveConfig(block_size=flags.block_size), OptimizerConfig(), mask_token_id=1, total_steps=100, seed=0
+    if flags.official is not None:
+        for length in flags.lengths:
+            official.compare(flags, length, model_of(flags), random_batch(flags, length).tokens)
+        return
+    measured = [measure(flags, length) for length in flags.lengths]
+    model = model_of(flags)
+    print_table(
+        f"{machine()}; {flags.shape}, {model.num_layers} layers, {model.dtype}, attention {model.attention}, "
+        f"remat {model.remat}, {flags.rows} rows a batch, {flags.documents} documents a row, medians of {flags.rounds}",
+        ("L", "", "ms", "of the products", "tokens/s", "temporaries, MiB"),
+        [row for rows, _ in measured for row in rows],
     )
-    batch = random_batch(flags, model.vocab_size)
+    print("", *(line for _, line in measured), sep="\n")
+
+
+def model_of(flags: Flags) -> ModelConfig:
+    return shapes.shape(
+        flags.shape, num_layers=flags.layers, dtype=flags.dtype, remat=flags.remat, attention=flags.attention
+    )
+
+
+def settings_of(flags: Flags) -> StepSettings:
+    objective = ObjectiveConfig(block_size=flags.block_size)
+    return StepSettings(
+        model_of(flags), objective, OptimizerConfig(), mask_token_id=official.MASK_TOKEN_ID, total_steps=100, seed=0
+    )
+
+
+def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
+    """The rows of the table for rows of this length, and a line about their useful FLOPs."""
+    settings = settings_of(flags)
+    model = settings.model
+    batch = random_batch(flags, length)
     state = from_seed(model, settings.optimizer, make_mesh(MeshConfig(data=1), jax.devices()[:1]), 0)
     streams = jax.jit(lambda: corrupted_streams(state.step, batch, settings))()
-    weights = loss_weights(streams, normalization=settings.objective.normalization)
-    part = streams, weights
-    loss_rows = int(jnp.sum(streams.masked) + jnp.sum(streams.labelled))
+    part = streams, loss_weights(streams, normalization=settings.objective.normalization)
+    loss_rows = jnp.sum(streams.masked) + jnp.sum(streams.labelled)
 
     def gradients(params: Any) -> Any:
         return jax.value_and_grad(lambda p: wedlm_forward(p, part, settings=settings)[0])(params)
 
-    programs = {
-        "whole step": (lambda state, batch: wedlm_step(state, batch, settings=settings), (state, batch)),
-        "loss and gradients": (gradients, (state.params,)),
-        "loss alone": (lambda params: wedlm_forward(params, part, settings=settings)[0], (state.params,)),
-        "optimizer": (lambda state: update(state, state.params, {"loss": jnp.float32(0)}, settings), (state,)),
-        "attention, all layers": attention(flags, model, streams.segment_ids),
-        "plain products": products(model, 2 * flags.rows * flags.length, loss_rows),
+    square, square_flops = square_products(model.dtype)
+    programs: dict[str, Any] = {
+        "whole step": (lambda state, batch: wedlm_step(state, batch, settings=settings), (state, batch))
+    }
+    if flags.parts:
+        programs |= {
+            "loss and gradients": (gradients, (state.params,)),
+            "loss alone": (lambda params: wedlm_forward(params, part, settings=settings)[0], (state.params,)),
+            "optimizer": (lambda state: update(state, state.params, {"loss": jnp.float32(0)}, settings), (state,)),
+            "attention, all layers": attention(flags, model, streams.segment_ids),
+        }
+    programs |= {
+        "plain products": products(model, 2 * flags.rows * length, int(loss_rows)),
+        "square products": square,
     }
     measured = side_by_side(programs, flags.rounds)
-    floor, tokens = measured["plain products"].seconds, flags.rows * flags.length
+    step, rate = measured["whole step"], square_flops / measured.pop("square products").seconds
+    rows = [
+        (
+            f"{length:,}",
+            name,
+            f"{1e3 * m.seconds:.0f}",
+            f"{m.seconds / measured['plain products'].seconds:.2f}",
+            f"{flags.rows * length / m.seconds:,.0f}" if name == "whole step" else "",
+            f"{m.temporaries / 2**20:.1f}",
+        )
+        for name, m in measured.items()
+    ]
+    useful = float(row_metrics(batch, settings, streams=2, loss_rows=loss_rows)["useful_flops"])
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
-    table = Table(
-        title=f"{machine()}; {parameters / 1e6:.1f}M parameters, {flags.dtype}, {flags.rows} x {flags.length} tokens, "
-        f"{loss_rows} rows with a loss, medians of {flags.rounds}"
+    line = (
+        f"L = {length:,}: {parameters / 1e6:,.1f}M parameters, {int(loss_rows):,} rows with a loss; {useful / 1e9:,.1f} useful "
+        f"GFLOP in {step.seconds:.3f} s, {useful / step.seconds / rate:.1%} of the rate of plain square products "
+        f"({rate / 1e12:.2f} TFLOP/s)"
     )
-    for column in ("", "ms", "of the products", "tokens/s", "temporaries, MiB"):
-        table.add_column(column, justify="right")
-    for name, m in measured.items():
-        speed = f"{tokens / m.seconds:,.0f}" if name == "whole step" else ""
-        table.add_row(name, f"{1e3 * m.seconds:.0f}", f"{m.seconds / floor:.2f}", speed, f"{m.temporaries / 2**20:.0f}")
-    Console(width=120).print(table)
+    if peak := peak_flops(jax.devices()[0].device_kind):
+        line += f"; MFU {useful / step.seconds / peak:.1%} of the data sheet's {peak / 1e12:.0f} TFLOP/s"
+    return rows, line
 
 
-def random_batch(flags: Flags, vocab_size: int) -> PackedBatch:
-    shape = flags.rows, flags.length
-    index = np.broadcast_to(np.arange(flags.length, dtype=np.int32), shape)
-    size = flags.length // flags.documents
+def random_batch(flags: Flags, length: int) -> PackedBatch:
+    shape = flags.rows, length
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), shape)
+    size = length // flags.documents
     segments = 1 + index // size
-    assert flags.length % flags.documents == 0 and size % flags.block_size == 0, "documents must be whole blocks"
-    tokens = np.random.default_rng(0).integers(2, vocab_size, shape, dtype=np.int32)
+    assert length % flags.documents == 0 and size % flags.block_size == 0, "documents must be whole blocks"
+    tokens = np.random.default_rng(0).integers(2, model_of(flags).vocab_size, shape, dtype=np.int32)
     return PackedBatch(
         tokens=tokens, loss_mask=np.ones(shape, bool), positions=index % size, segment_ids=segments,
         document_ids=segments + flags.documents * np.arange(flags.rows, dtype=np.int32)[:, None],
@@ -102,8 +162,8 @@ def random_batch(flags: Flags, vocab_size: int) -> PackedBatch:
 
 def attention(flags: Flags, model: ModelConfig, segment_ids: jax.Array) -> tuple[Any, tuple[Any, ...]]:
     """Forward and backward of the attention of every layer."""
-    pattern = DualStream(segment_ids[:, : flags.length], flags.block_size)
-    shape = flags.rows, 2 * flags.length
+    pattern = DualStream(segment_ids, flags.block_size)
+    shape = flags.rows, 2 * segment_ids.shape[1]
     q, k, v, d_out = (
         jax.random.normal(jax.random.key(n), (*shape, heads, model.head_dim), model.dtype)
         for n, heads in enumerate((model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads))
@@ -111,7 +171,7 @@ def attention(flags: Flags, model: ModelConfig, segment_ids: jax.Array) -> tuple
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
         def layer(q: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jax.vjp(pattern, q, k, v)[1](d_out)[0], None  # type: ignore[arg-type]
+            return jax.vjp(lambda q, k, v: pattern(q, k, v, flags.attention), q, k, v)[1](d_out)[0], None
 
         return jax.lax.scan(layer, q, None, length=model.num_layers)[0]
 
