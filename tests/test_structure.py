@@ -22,11 +22,11 @@ FLOORS = (
     {"sharding"},
     {"model", "diffusion", "data"},
     {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
-    {"pretrained"},
+    {"pretrained", "engine"},
     {"evals", "study"},
     {"experiment"},
     {"workdir"},
-    {"__init__", "generate"},  # the public surface
+    {"__init__", "generate", "chat"},  # the public surface
     {"ahead_of_time"},
     {"train", "evaluate", "convert", "data.__main__"},
 )

@@ -7,6 +7,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.generate import generate, stream
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
@@ -20,9 +21,11 @@ __all__ = [
     "Completion",
     "DecodeConfig",
     "DualStream",
+    "Engine",
     "Model",
     "ModelConfig",
     "Stats",
+    "Ticket",
     "__version__",
     "generate",
     "load",

@@ -92,6 +92,11 @@ class DecodeConfig:
         bucket = _power_of_two(self.window_size)
         return bucket if self.decoder == "streaming" and self.refill == "paper" else 2 * bucket
 
+    @property
+    def stop_id_slots(self) -> int:
+        """Stop ids of the compiled loop, padding included."""
+        return max(-(-len(self.stop_ids or ()) // STOP_ID_SLOTS), 1) * STOP_ID_SLOTS
+
 
 def _integer(name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
@@ -138,8 +143,7 @@ class RowSettings:
         def column(name: str, dtype: str) -> jax.Array:
             return jnp.asarray([getattr(c, name) for c in configs], dtype)
 
-        longest = max(len(c.stop_ids or ()) for c in configs)
-        width = max(-(-longest // STOP_ID_SLOTS), 1) * STOP_ID_SLOTS
+        width = max(c.stop_id_slots for c in configs)
         stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
         keys = [jax.random.fold_in(jax.random.key(c.seed), row) for c, row in zip(configs, rows, strict=True)]
         return cls(

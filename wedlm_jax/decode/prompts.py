@@ -21,7 +21,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     if isinstance(prompt, str):
         ids = _tokenizer(model, name).encode(prompt, add_special_tokens=False)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        ids = _apply_template(model, prompt, name)  # type: ignore[arg-type]
+        text = render_messages(model, prompt, name)  # type: ignore[arg-type]
+        ids = _tokenizer(model, name).encode(text, add_special_tokens=False)
     elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
@@ -38,15 +39,19 @@ def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _apply_template(model: Model, messages: Sequence[Mapping[str, str]], name: str) -> list[int]:
+def render_messages(model: Model, messages: Sequence[Mapping[str, str]], name: str = "prompt") -> str:
+    """Messages as the tokenizer's chat template writes them, up to where the answer begins.
+
+    Raises:
+      UserError: where there is no tokenizer or template, or the template refuses the messages.
+    """
     tokenizer = _tokenizer(model, name)
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the checkpoint and raise whatever they like
         raise UserError(f"{name}: the chat template refuses these messages: {error}") from error
-    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def _tokenizer(model: Model, name: str):

@@ -1,0 +1,233 @@
+"""The engine's own rules: rows and groups, the queue, cancellation, memory, and text. Models that recite compile fast."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import jax
+import pytest
+
+from wedlm_jax import DecodeConfig, Engine, generate
+from wedlm_jax.engine import QueueFull, programs
+from wedlm_jax.engine.memory import cache_bytes, cache_slots
+from wedlm_jax.errors import UserError
+
+from ..decode.models import TINY, tiny_model
+from ..decode.test_stream import TEXT, reciter, settings, tokenizer
+from .models import SIZES, engine, talk, talker
+
+
+def joined(ticket) -> tuple[list[int], str]:
+    commits = list(ticket)
+    return [i for commit in commits for i in commit.ids], "".join(commit.text for commit in commits)
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "verified", "ar"])
+def test_text_comes_in_whole_characters_and_joins_to_what_generate_returns(loop):
+    model, config = reciter(TEXT, end=True, tail="never shown"), settings(loop)
+    expected = generate(model, ["x"], config)[0]
+    ticket = engine(model).submit("x", config)
+    pieces = list(ticket)
+    assert len(pieces) > 2 and not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
+    assert "".join(piece.text for piece in pieces) == expected.text == TEXT
+    assert ticket.completion == expected
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_stop_string_ends_a_row_where_generate_ends_it_however_long_a_run_is(steps):
+    """Its counters too: steps that a run took beyond the string are not counted."""
+    model, config = reciter("so EN? ENDED and more"), settings("ar", stop=("END",))
+    ticket = engine(model, steps=steps).submit("x", config)
+    texts = [piece.text for piece in ticket]
+    assert "".join(texts) == "so EN? " and not any(t.endswith(("E", "EN")) for t in texts)
+    assert ticket.completion == generate(model, ["x"], config)[0]
+
+
+def test_the_queue_is_bounded_and_says_so_or_waits():
+    served = engine(reciter("abcdefgh"), queue=2)
+    tickets = [served.submit("x", settings("ar")) for _ in range(2)]
+    with pytest.raises(QueueFull, match=r"the 3rd: 2 requests wait already.*queue=2.*wait=True"):
+        served.submit("x", settings("ar"), name="the 3rd")
+    assert served.waiting == 2 and not any(t.done for t in tickets)
+    tickets += [served.submit("x", settings("ar"), wait=True) for _ in range(5)]
+    assert served.waiting <= 2
+    served.run()
+    assert {t.completion.text for t in tickets} == {generate(served.model, ["x"], settings("ar"))[0].text}
+
+
+def test_rows_are_handed_on_in_the_order_of_arrival():
+    served = engine(reciter("abcdefgh"))
+    tickets = [served.submit("x", settings("ar", max_new_tokens=8)) for _ in range(5)]
+    served.step()
+    assert [t.status for t in tickets] == ["running"] * 3 + ["waiting"] * 2
+    tickets[1].cancel()
+    served.step()
+    assert [t.status for t in tickets] == ["running", "done", "running", "running", "waiting"]
+    served.run()
+    assert [t.completion.finish_reason for t in tickets] == ["length", "cancelled", "length", "length", "length"]
+
+
+def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing():
+    served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8)
+    first, second = served.submit("x", config), served.submit("x", config)
+    third = served.submit("x", config)
+    served.step()
+    for _ in range(2):  # the second time there is nothing to cancel
+        first.cancel()
+    assert (first.completion.text, first.completion.finish_reason, first.completion.stats.forwards) == (
+        "ab",
+        "cancelled",
+        2,
+    )
+    assert joined(first) == (tokenizer().encode("ab"), "ab")
+    third.cancel()
+    assert joined(second)[1] == second.result().text == "abcdefgh"
+    waiting = served.submit("x", config)
+    waiting.cancel()
+    assert (waiting.completion.ids, waiting.completion.text, joined(waiting)) == ([], "", ([], ""))
+    assert served.waiting == served.running == 0
+
+
+def test_the_window_shows_what_is_filled_and_what_is_not():
+    """Behind the committed tokens: filled slots with their tokens, masks as None, never past max_new_tokens."""
+    served = engine(talker())
+    configs = {loop: talk(loop, max_new_tokens=9) for loop in ("streaming_eager", "verified", "blockwise")}
+    seen = {loop: [] for loop in configs}
+    for loop, config in configs.items():
+        ticket = served.submit([1, 2, 3], config)
+        while served.step():
+            seen[loop].append((len(ticket.ids), list(ticket.window)))
+        assert ticket.window == []
+        for (count, window), (later, _) in itertools.pairwise(seen[loop]):
+            assert len(window) <= min(4, 9 - count)
+            for token, final in zip(window[: later - count], ticket.completion.ids[count:], strict=False):
+                assert loop == "verified" or token in (None, final)  # drafts alone may be rejected
+        assert any(None in w and any(t is not None for t in w) for _, w in seen[loop])
+
+
+def test_memory_is_stated_before_it_is_taken(caplog):
+    config = talk("streaming_eager")
+    served = engine()
+    assert served.cache_bytes == 0
+    slots = cache_slots(SIZES["context"], config.slots)
+    stated = served.bytes_for(config)
+    assert stated == cache_bytes(talker().config, SIZES["rows"], slots) == 2 * 2 * 3 * slots * 2 * 6 * 4
+    with caplog.at_level(logging.INFO, logger="wedlm_jax.engine"):
+        served.submit([1], config)
+        assert not caplog.records
+        served.step()
+    assert f"{stated:,} bytes" in caplog.text and f"{SIZES['rows']} rows of {slots} slots" in caplog.text
+    (group,) = served._groups.values()
+    assert served.cache_bytes == stated == sum(x.nbytes for x in jax.tree.leaves(group._state.cache))
+
+
+def test_a_cache_beyond_the_limit_is_refused_naming_what_to_lower():
+    config = talk("streaming_eager")
+    size = engine().bytes_for(config)
+    served = engine(cache_limit=size - 1)
+    with pytest.raises(
+        UserError, match=rf"{size:,} bytes .*cache_limit={size - 1}: lower rows, context or window_size"
+    ):
+        served.submit([1], config)
+    with pytest.raises(UserError, match="block_size"):
+        served.submit([1], talk("blockwise"))
+    assert served.waiting == 0
+
+
+def test_groups_take_turns_where_the_limit_leaves_room_for_one():
+    """An idle group gives its cache up; a group that always has work cannot keep another one out."""
+    model = reciter("abcdefghijkl")
+    served = engine(model, cache_limit=engine(model).bytes_for(settings("ar")))
+    by_turns = [served.submit("x", settings(loop, max_new_tokens=6)) for loop in ("ar", "verified")]
+    later = [served.submit("x", settings("ar", max_new_tokens=6)) for _ in range(5)]
+    while served.step():
+        assert len(served._groups) == 1
+        assert by_turns[1].done or not later[-1].done
+    assert {t.completion.text for t in [*by_turns, *later]} == {"abcdef"}
+
+
+def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(monkeypatch):
+    model = reciter("abcdefgh")
+    served = engine(model)
+    hit, spared = [served.submit("x", settings("ar")) for _ in range(4)], served.submit("x", settings("verified"))
+    true_run = programs.run_steps
+
+    def runs_out(program, *args, **kwargs):
+        if program.decoder == "ar":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return true_run(program, *args, **kwargs)
+
+    monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", runs_out)
+    served.run()
+    for ticket in hit:
+        with pytest.raises(UserError, match=r"out of memory .* lower rows or context"):
+            ticket.result()
+        with pytest.raises(UserError, match="out of memory"):
+            list(ticket)
+    assert spared.result().text == generate(model, ["x"], settings("verified"))[0].text
+    monkeypatch.undo()
+    assert served.submit("x", settings("ar")).result().text == spared.result().text
+
+
+def test_another_error_is_not_swallowed(monkeypatch):
+    served = engine(reciter("ab"))
+    served.submit("x", settings("ar"))
+
+    def breaks(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", breaks)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
+        served.step()
+
+
+@pytest.mark.parametrize(
+    "sizes, complaint",
+    [
+        (dict(rows=0), "rows=0"),
+        (dict(steps=0), "steps=0"),
+        (dict(queue=0), "queue=0"),
+        (dict(context=0), "context=0"),
+        (dict(context=TINY.max_position_embeddings + 1), "context=65: the model's is 64"),
+    ],
+)
+def test_sizes_out_of_range_are_refused(sizes, complaint):
+    with pytest.raises(UserError, match=complaint):
+        Engine(tiny_model(), **sizes)
+
+
+def test_a_request_that_does_not_fit_is_refused_when_it_is_submitted():
+    served = engine(reciter("ab"))
+    with pytest.raises(UserError, match=r"prompt: 60 prompt tokens \+ max_new_tokens=5 exceed the engine's context=64"):
+        served.submit([1] * 60, DecodeConfig("ar", max_new_tokens=5))
+    with pytest.raises(UserError, match="line 7 is empty"):
+        served.submit([], name="line 7")
+    assert served.waiting == 0
+
+
+def test_copies_draw_what_the_copies_of_one_generate_call_draw():
+    config = talk("verified", temperature=1.2, seed=4)
+    served = engine()
+    tickets = [served.submit([1, 2, 3], config, row=k) for k in range(3)]
+    assert [t.result() for t in tickets] == generate(talker(), [[1, 2, 3]], config, n=3)
+    assert len({tuple(t.completion.ids) for t in tickets}) == 3
+
+
+def test_a_second_wave_of_requests_compiles_nothing():
+    served = engine()
+
+    def wave(first: int) -> None:
+        for loop in ("streaming_eager", "verified"):
+            for length in (2, 5, 30):
+                served.submit([first] * length, talk(loop, temperature=0.5 * first, max_new_tokens=9))
+        served.run()
+
+    def compiled() -> list[int]:
+        made = (programs.open_rows, programs.take_row, programs.prefill_behind, programs.fill_row, programs.run_steps)
+        return [program._cache_size() for program in made]
+
+    wave(1)
+    before = compiled()
+    wave(2)
+    assert compiled() == before

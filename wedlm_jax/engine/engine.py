@@ -1,0 +1,237 @@
+"""Engine: many requests over a fixed number of cache rows, each served as if it ran alone."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterator
+
+import jax
+from flax import nnx
+
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import make_request
+from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.engine.memory import cache_bytes, cache_slots, in_words
+from wedlm_jax.engine.prefix import choose_row, longest_prefix
+from wedlm_jax.engine.rows import RowGroup
+from wedlm_jax.engine.ticket import Ticket
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.handle import Model
+
+LOG = logging.getLogger(__name__)
+LARGEST_CONTEXT = 4096  # tokens of a row where the caller does not say
+
+
+class QueueFull(UserError):
+    """No more requests may wait."""
+
+
+class Engine:
+    """Serves requests that come at any time, each with its own settings, and streams what they commit.
+
+    Requests of one decoder, refill rule, window bucket and width of stop ids share a group of `rows` cache rows and one
+    compiled loop. The loop runs at most `steps` steps without the host; then finished rows go to the next requests. A
+    finished row keeps its cache until then: a request that begins with the same tokens as any row, idle or running, has
+    only the rest prefilled (prefix reuse). In float32 a request's tokens are those of `generate` run for it alone.
+
+    Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Not
+    thread-safe: use one engine from one thread.
+
+    Args:
+      model: from `wedlm_jax.load`.
+      rows: requests that a group decodes at once.
+      context: the most tokens of prompt and max_new_tokens together; None = the model's, at most 4096.
+      steps: decode steps of one run, k. Fewer answer sooner to arrivals, cancellations and stop strings; more cost less
+        host time.
+      queue: requests that may wait for a row; `submit` refuses the next one.
+      cache_limit: bytes that the caches may take; None = no limit. Idle groups are closed to stay below it. While a
+        request is started, one row more is in use.
+
+    Raises:
+      UserError: a setting is out of range.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        rows: int = 8,
+        context: int | None = None,
+        steps: int = 8,
+        queue: int = 256,
+        cache_limit: int | None = None,
+    ):
+        longest = model.config.max_position_embeddings
+        context = min(longest, LARGEST_CONTEXT) if context is None else context
+        for name, value in (("rows", rows), ("context", context), ("steps", steps), ("queue", queue)):
+            if value < 1:
+                raise UserError(f"{name}={value}: must be at least 1")
+        if context > longest:
+            raise UserError(f"context={context}: the model's is {longest}; lower it")
+        self.model = model
+        self.context = context
+        self._num_rows, self._steps = rows, steps
+        self._queue, self._cache_limit = queue, cache_limit
+        self._graph, self._params = nnx.split(model.transformer)
+        self._waiting: deque[Ticket] = deque()
+        self._groups: dict[tuple, RowGroup] = {}
+        self._admitted = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return sum(row.ticket is not None for group in self._groups.values() for row in group.rows)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches that are held now."""
+        return sum(cache_bytes(self.model.config, self._num_rows, group.slots) for group in self._groups.values())
+
+    def bytes_for(self, config: DecodeConfig = DecodeConfig()) -> int:
+        """Bytes of the cache that the first request with such settings takes."""
+        return cache_bytes(self.model.config, self._num_rows, cache_slots(self.context, config.slots))
+
+    def submit(
+        self, prompt: Prompt, config: DecodeConfig = DecodeConfig(), *, row: int = 0, name: str = "prompt",
+        wait: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """Adds a request. It starts with the next step, once a row is free.
+
+        Args:
+          prompt: text, messages or token ids, as for `generate`.
+          config: its own settings.
+          row: seeds its noise together with `config.seed`: row k draws what completion k of one `generate` call draws.
+          name: how error messages call the prompt.
+          wait: run the engine until the queue has room, instead of refusing.
+
+        Raises:
+          QueueFull: `queue` requests wait already, and `wait` is not set.
+          UserError: what `generate` refuses; prompt and max_new_tokens exceed `context`; or the cache of such settings
+            alone exceeds `cache_limit`.
+        """
+        request = make_request(self.model, prompt, config, row=row, name=name)
+        length = len(request.prompt) + config.max_new_tokens
+        if length > self.context:
+            raise UserError(
+                f"{name}: {len(request.prompt)} prompt tokens + max_new_tokens={config.max_new_tokens} exceed the engine's "
+                f"context={self.context}; shorten the prompt, or lower max_new_tokens, or raise context"
+            )
+        self._require_memory(config)
+        if len(self._waiting) >= self._queue:
+            if not wait:
+                raise QueueFull(
+                    f"{name}: {self._queue} requests wait already, the most that queue={self._queue} allows; "
+                    "run the engine, raise queue, or submit with wait=True"
+                )
+            while len(self._waiting) >= self._queue:
+                self.step()
+        ticket = Ticket(self, request)
+        self._waiting.append(ticket)
+        return ticket
+
+    def step(self) -> bool:
+        """Gives free rows to waiting requests, runs every group for at most `steps` steps, and hands out what came.
+
+        Returns:
+          whether any request waits or runs still.
+        """
+        self._admit()
+        busy = [key for key, group in self._groups.items() if group.busy]
+        for key in busy:
+            with self._memory_of(key):
+                self._groups[key].launch(self._steps)
+        for key in busy:
+            with self._memory_of(key):
+                if key in self._groups:
+                    self._groups[key].collect()
+        return bool(self._waiting) or any(group.busy for group in self._groups.values())
+
+    def run(self) -> None:
+        """Steps until every request is done."""
+        while self.step():
+            pass
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Takes a request out of the queue or off its row; `Ticket.cancel` is what callers want."""
+        if ticket in self._waiting:
+            self._waiting.remove(ticket)
+        for group in self._groups.values():
+            group.withdraw(ticket)
+
+    def _admit(self) -> None:
+        """In the order of arrival, but past requests whose own group is full."""
+        kept: deque[Ticket] = deque()
+        while self._waiting:
+            ticket = self._waiting.popleft()
+            key = self._key(ticket.request.config)
+            with self._memory_of(key, ticket):
+                if key not in self._groups and not self._open(key, ticket.request.config):
+                    # It waits for memory. So do all behind it, or a group that is never idle would starve it.
+                    kept.append(ticket)
+                    break
+                if idle := self._groups[key].idle:
+                    self._start(ticket, self._groups[key], idle)
+                else:
+                    kept.append(ticket)
+        self._waiting.extendleft(reversed(kept))
+
+    def _start(self, ticket: Ticket, group: RowGroup, idle: list[int]) -> None:
+        self._admitted += 1
+        prompt = ticket.request.prompt
+        places = [(other, number) for other in self._groups.values() for number in range(self._num_rows)]
+        best, reused = longest_prefix(prompt, [other.rows[number].tokens for other, number in places])
+        target = choose_row(prompt, idle, [row.tokens for row in group.rows], [row.used for row in group.rows])
+        source, number = places[best] if reused else (group, target)
+        group.admit(ticket, target, source.cached_row(number, group.slots), reused, self._admitted)
+
+    def _key(self, config: DecodeConfig) -> tuple:
+        return config.decoder, config.refill, config.slots, config.stop_id_slots
+
+    def _open(self, key: tuple, config: DecodeConfig) -> bool:
+        """Takes the cache of a new group; False where that has to wait for rows that run."""
+        size = self.bytes_for(config)
+        if self._cache_limit is not None:
+            idle = sorted((g.used, k) for k, g in self._groups.items() if not g.busy)
+            while self.cache_bytes + size > self._cache_limit and idle:
+                self._groups.pop(idle.pop(0)[1])
+            if self.cache_bytes + size > self._cache_limit:
+                return False
+        LOG.info(
+            "taking a cache of %s: %d rows of %d slots for decoder=%s",
+            in_words(size), self._num_rows, cache_slots(self.context, config.slots), config.decoder,
+        )  # fmt: skip
+        self._groups[key] = RowGroup(self._graph, self._params, self.model.config, config, self._num_rows, self.context)
+        return True
+
+    def _require_memory(self, config: DecodeConfig) -> None:
+        size = self.bytes_for(config)
+        if self._cache_limit is not None and size > self._cache_limit:
+            raise UserError(
+                f"a cache of {self._num_rows} rows with {cache_slots(self.context, config.slots)} slots takes "
+                f"{in_words(size)}, more than cache_limit={self._cache_limit}: lower rows, context or "
+                f"{'block_size' if config.decoder == 'blockwise' else 'window_size'}, or raise cache_limit"
+            )
+
+    @contextlib.contextmanager
+    def _memory_of(self, key: tuple, *started: Ticket) -> Iterator[None]:
+        """Where the device is out of memory, gives up the group's cache and fails its requests, so that each is answered."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            group = self._groups.pop(key, None)
+            line = UserError(
+                f"out of memory with caches of {in_words(self.cache_bytes)} and {self._num_rows} rows of context="
+                f"{self.context} for decoder={key[0]}: lower rows or context"
+            )
+            running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
+            for ticket in {*started, *running}:
+                ticket.fail(line)

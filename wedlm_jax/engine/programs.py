@@ -1,0 +1,119 @@
+"""The engine's compiled programs: open rows, read a cached prefix, prefill behind it, fill a row, run at most k steps.
+
+None of them reaches for the host; between them the engine decides which row does what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.loop import Program
+from wedlm_jax.decode.prefill import begin
+from wedlm_jax.decode.state import STOPPED, DecodeState
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.patterns import CachedWindow
+
+
+class Progress(NamedTuple):
+    """The counters of every row after each of k steps; zeros behind the last step that was run."""
+
+    generated: jax.Array  # int32 [k, B]
+    forwards: jax.Array  # int32 [k, B]
+    processed: jax.Array  # int32 [k, B]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back"))
+def open_rows(
+    config: ModelConfig, *, rows: int, context: int, slots: int, cache_slots: int, holds_back: bool
+) -> DecodeState:
+    """Finished rows over a fresh cache. Prompt and output of a row have `context` places each, its window `slots`."""
+    cache = KVCache.zeros(config, rows, cache_slots)
+    prompt, length = jnp.zeros((rows, context), jnp.int32), jnp.ones(rows, jnp.int32)
+    state = begin(cache, prompt, length, slots=slots, output_slots=context, holds_back=holds_back)
+    return dataclasses.replace(state, finish=jnp.full(rows, STOPPED, jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def take_row(cache: KVCache, row: jax.Array, *, slots: int) -> KVCache:
+    """A copy of one row of a cache, cut or padded to `slots`."""
+
+    def take(x: jax.Array) -> jax.Array:
+        kept = jax.lax.dynamic_index_in_dim(x, row, axis=1)[:, :, :slots]
+        return jnp.pad(kept, ((0, 0), (0, 0), (0, slots - kept.shape[2]), (0, 0), (0, 0)))
+
+    return jax.tree.map(take, cache)
+
+
+@functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
+def prefill_behind(
+    graph: nnx.GraphDef, params: nnx.State, cache: KVCache, tokens: jax.Array, start: jax.Array
+) -> KVCache:
+    """Runs `tokens` [B, T] causally behind the `start` [B] slots that the cache already holds."""
+    transformer = nnx.merge(graph, params)
+    positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
+    return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(start), cache=cache)[1]
+
+
+@functools.partial(jax.jit, static_argnames="holds_back", donate_argnames=("state", "settings"))
+def fill_row(
+    state: DecodeState,
+    settings: RowSettings,
+    row: jax.Array,
+    cache: KVCache,
+    prompt: jax.Array,
+    prompt_length: jax.Array,
+    own: RowSettings,
+    *,
+    holds_back: bool,
+) -> tuple[DecodeState, RowSettings]:
+    """Starts a request in one row.
+
+    Args:
+      state, settings: of all rows.
+      row: int [], which one.
+      cache: of this row alone, its prompt prefilled.
+      prompt: int32 [1, context]; `prompt_length` int32 [1].
+      own: settings of this row alone.
+    """
+    sizes = dict(slots=state.window.shape[1], output_slots=state.output.shape[1])
+    fresh = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
+
+    def put(axis: int, rows: jax.Array, one: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(rows, one, row, axis)
+
+    filled_cache = jax.tree.map(functools.partial(put, 1), state.cache, fresh.cache)  # [layers, B, S, K, H]
+    in_front = functools.partial(put, 0)
+    without_cache = (dataclasses.replace(x, cache=None) for x in (state, fresh))  # type: ignore[arg-type]
+    state = dataclasses.replace(jax.tree.map(in_front, *without_cache), cache=filled_cache)
+    return state, jax.tree.map(in_front, settings, own)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "steps"), donate_argnames="state")
+def run_steps(
+    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, halted: jax.Array, *, steps: int
+) -> tuple[DecodeState, Progress]:
+    """At most `steps` steps, fewer where every row finishes before; rows that are `halted` (bool [B]) take no part."""
+    transformer = nnx.merge(program.graph, params)
+    state = dataclasses.replace(state, finish=jnp.where(halted & state.running, STOPPED, state.finish))
+
+    def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
+        step, state, progress = carry
+        state, _ = program.step(transformer, state, settings)
+        now = Progress(state.generated, state.forwards, state.processed)
+        return step + 1, state, jax.tree.map(lambda all, one: all.at[step].set(one), progress, now)
+
+    none = jnp.zeros((steps, state.length.shape[0]), jnp.int32)
+    _, state, progress = jax.lax.while_loop(
+        lambda carry: (carry[0] < steps) & jnp.any(carry[1].running),
+        body,
+        (jnp.int32(0), state, Progress(none, none, none)),
+    )
+    return state, progress

@@ -1,0 +1,116 @@
+"""Ticket: one request in an engine, from `submit` to its completion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+from wedlm_jax.decode.generation import Request, completion
+from wedlm_jax.decode.stats import Completion, FinishReason, Stats
+from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.handle import Model
+
+
+class Driver(Protocol):
+    """What a ticket asks of its engine."""
+
+    model: Model
+
+    def step(self) -> bool: ...
+
+    def withdraw(self, ticket: Ticket) -> None: ...
+
+
+class Ticket:
+    """What `Engine.submit` returns. Iterating over it, or asking for its `result`, runs the engine, and with it every
+    other request; `Engine.step` serves all tickets alike.
+
+    Attributes:
+      ids: tokens committed so far.
+      window: what lies behind them, as the last run left it: tokens that are filled and may change, None for masks.
+      stats: counters so far.
+      reused_tokens: tokens of the prompt that were not prefilled, because a row held them already.
+      completion: what came out; None while the request waits or runs.
+    """
+
+    def __init__(self, engine: Driver, request: Request):
+        self._engine, self.request = engine, request
+        self.ids: list[int] = []
+        self.window: list[int | None] = []
+        self.stats = Stats(0, 0, 0)
+        self.reused_tokens = 0
+        self.completion: Completion | None = None
+        self.error: UserError | None = None
+        self.waits = True
+        self._commits: list[Commit] = []
+        self._pieces = Pieces(engine.model.tokenizer, request.config)
+
+    @property
+    def done(self) -> bool:
+        return self.completion is not None or self.error is not None
+
+    @property
+    def status(self) -> Literal["waiting", "running", "done"]:
+        return "done" if self.done else "waiting" if self.waits else "running"
+
+    def __iter__(self) -> Iterator[Commit]:
+        """Tokens and text as they are committed; the pieces join to those of `result`.
+
+        Raises:
+          UserError: the memory for this request could not be had.
+        """
+        while True:
+            yield from self.take()
+            if self.done:
+                break
+            self._engine.step()
+        if self.error is not None:
+            raise self.error
+
+    def take(self) -> list[Commit]:
+        """The commits that nobody has taken yet, without running the engine: for a loop that serves several tickets."""
+        commits = list(self._commits)
+        self._commits.clear()
+        return commits
+
+    def result(self) -> Completion:
+        """Runs the engine until this request is done. A cancelled one returns what it had.
+
+        Raises:
+          UserError: the memory for this request could not be had.
+        """
+        while not self.done:
+            self._engine.step()
+        if self.error is not None:
+            raise self.error
+        assert self.completion is not None
+        return self.completion
+
+    def cancel(self) -> None:
+        """Ends the request with what it has; its row is free for the next one. Nothing happens to one that is done."""
+        if not self.done:
+            self._engine.withdraw(self)
+            self._finish("cancelled")
+
+    def stop_string_at(self, ids: list[int]) -> int | None:
+        """The fewest of `ids`, all that the row has emitted, whose text holds a stop string; or None."""
+        stop = self.request.config.stop
+        return ids_up_to_stop(self._engine.model.tokenizer, ids, stop, checked=len(self.ids)) if stop else None
+
+    def update(self, ids: list[int], window: list[int | None], stats: Stats, reason: FinishReason | None) -> None:
+        """Takes over what a run of steps has brought. `ids` are all that are committed."""
+        self.ids, self.window, self.stats = ids, window, stats
+        if reason is not None:
+            self._finish(reason)
+        elif commit := self._pieces.next(ids, finished=False):
+            self._commits.append(commit)
+
+    def fail(self, error: UserError) -> None:
+        self.error, self.window = error, []
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.window = []
+        self.completion = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
+        if commit := self._pieces.next(self.ids, finished=True):
+            self._commits.append(commit)
