@@ -13,7 +13,7 @@ from wedlm_jax.ops.attention import attend_ranges
 from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
-from wedlm_jax.train_step import compile_step, wedlm_step
+from wedlm_jax.train_step import ObjectiveConfig, compile_step, wedlm_step
 
 TEXT = """HloModule example
 
@@ -195,3 +195,18 @@ def test_remat_orders_the_memory_of_a_compiled_gradient():
         return jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries("full") < temporaries("dots") < temporaries("none")
+
+
+def test_the_memory_of_a_training_step_grows_as_its_rows_do():
+    """Compiled only: four times the row, at most four times the temporaries and a little; [L, L] would be sixteen times."""
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    settings = dataclasses.replace(SETTINGS, objective=ObjectiveConfig(block_size=32))
+    state = abstract_state(MODEL, settings.optimizer, mesh)
+
+    def temporaries(length: int) -> int:
+        batch = packed_batch(rows=1, length=length, block_size=32)
+        lowered = compile_step(wedlm_step, settings, mesh).lower(state, batch)
+        quickly = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+        return quickly.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8192) <= 4.2 * temporaries(2048)

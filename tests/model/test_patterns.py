@@ -7,20 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.conftest import examples
 from tests.packed_rows import lay_out, make_document, packed_rows
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
+from wedlm_jax.model.transformer import REMAT_POLICIES
+from wedlm_jax.ops.attention import ranges
 
 ROWS, BLOCKS, BLOCK_SIZE = 2, 3, 4
 L, N, H = BLOCKS * BLOCK_SIZE, 4, 6
 
 
-def random_heads(rows, length, kv_heads, seed=0):
+def random_heads(rows, length, kv_heads, seed=0, head_dim=H):
     random = np.random.default_rng(seed)
-    shapes = [(rows, length, heads, H) for heads in (N, kv_heads, kv_heads, N)]
+    shapes = [(rows, length, heads, head_dim) for heads in (N, kv_heads, kv_heads, N)]
     return [random.normal(size=shape).astype(np.float32) for shape in shapes]
 
 
@@ -45,6 +48,54 @@ def test_dual_stream_attention_is_dense_masked_attention_with_gradients(rows, ki
     np.testing.assert_allclose(np.where(real, value, 0), np.where(real, attention(q, k, v, visible)[0], 0), atol=5e-6)
     for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "head_dim", "kv_heads", "remat"), [(4, 64, 4, "none"), (8, 128, 2, "dots"), (32, 64, 1, "full")]
+)
+def test_real_head_sizes_in_many_tiles_are_exact_to_1e_5_whatever_is_recomputed(
+    monkeypatch, block_size, head_dim, kv_heads, remat
+):
+    monkeypatch.setattr(ranges, "QUERY_TILE", 32)
+    monkeypatch.setattr(ranges, "KEY_TILE", 32)
+    monkeypatch.setattr(ranges, "DENSE_SCORES", 0)
+    length = 96
+
+    @quick_jit
+    def run(segment_ids, q, k, v, d_out):
+        pattern = DualStream(segment_ids, block_size)
+        attend = lambda q, k, v: pattern(q, k, v)  # noqa: E731
+        if remat != "none":
+            attend = jax.checkpoint(attend, policy=REMAT_POLICIES[remat])
+        with jax.default_matmul_precision("highest"):
+            value, pullback = jax.vjp(attend, q, k, v)
+            return value, pullback(d_out)
+
+    for seed in range(examples(2, 100)):
+        rows = random_rows(seed, length, block_size)
+        q, k, v, d_out = random_heads(1, 2 * length, kv_heads, seed, head_dim)
+        real = rows.real[..., None, None]
+        d_out = np.where(real, d_out, 0)
+        value, gradients = run(rows.segment_ids, q, k, v, d_out)
+        visible = rows.visible()
+        assert_close(np.where(real, value, 0), np.where(real, attention(q, k, v, visible)[0], 0))
+        for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
+            assert_close(ours, expected)
+
+
+def random_rows(seed, length, block_size):
+    """One row of ragged documents, with padding where they do not fill it."""
+    random, documents, left = np.random.default_rng(seed), [], length // block_size
+    while left > 0 and (not documents or random.random() < 0.8):
+        size = random.integers(1, left * block_size + 1)
+        documents.append(make_document(random, size, block_size))
+        left -= -(-size // block_size)
+    return lay_out([documents], length=length, block_size=block_size)
+
+
+def assert_close(ours, expected):
+    """Relative to the largest entry."""
+    assert np.max(np.abs(ours - expected)) <= 1e-5 * np.max(np.abs(expected))
 
 
 @pytest.mark.parametrize("in_block", ["causal", "bidirectional"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from benchmarks import correctness
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.model.patterns import DualStream
@@ -110,6 +111,13 @@ def test_the_dual_stream_by_flash_is_the_one_by_key_ranges(interpreted, monkeypa
     by_flash, by_ranges = quick_jit(lambda q, k, v: (pattern.by_flash(q, k, v), pattern.by_ranges(q, k, v)))(q, k, v)
     real = np.tile(segment_ids[0] > 0, 2)
     assert_close(by_flash[:, real], by_ranges[:, real])
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "block_size"), [(64, 2, 4), (128, 1, 32)])
+def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(interpreted, head_dim, kv_heads, block_size):
+    paths = {"triton": correctness.by_flash(triton())}
+    errors = correctness.of_dual_stream(paths, 128, head_dim, 2, kv_heads, block_size)["triton"]
+    assert max(errors) <= correctness.ALLOWED
 
 
 def assert_close(ours, expected):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_policies
 
+from benchmarks import correctness
 from tests.conftest import examples
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
@@ -103,6 +104,18 @@ def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(small_tiles):
         assert ours.dtype == jnp.bfloat16
         error, plain_error = (np.linalg.norm(np.asarray(x, np.float64) - exact) for x in (ours, plain))
         assert error <= 1.5 * plain_error
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "block_size"), [(64, 2, 4), (128, 1, 32)])
+def test_bfloat16_of_both_streams_is_as_exact_as_dense_attention_in_bfloat16(
+    monkeypatch, head_dim, kv_heads, block_size
+):
+    monkeypatch.setattr(ranges, "QUERY_TILE", 64)
+    monkeypatch.setattr(ranges, "KEY_TILE", 64)
+    monkeypatch.setattr(ranges, "DENSE_SCORES", 0)
+    errors = correctness.of_dual_stream({"xla": correctness.by("xla")}, 128, head_dim, 2, kv_heads, block_size)["xla"]
+    assert max(errors) <= correctness.ALLOWED
+    assert max(correctness.of_cache(256, head_dim, 2, kv_heads)) <= correctness.ALLOWED
 
 
 def in_bfloat16(function, q, k, v, d_out):

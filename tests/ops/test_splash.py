@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import correctness
 from tests.conftest import FULL
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
@@ -100,6 +101,13 @@ def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_head
 
 def assert_close(ours, expected):
     assert np.max(np.abs(ours - expected), initial=0) <= 1e-5 * np.max(np.abs(expected), initial=1e-30)
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads", "block_size"), [(64, 2, 4), (128, 1, 32)])
+def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(head_dim, kv_heads, block_size):
+    paths = {"splash": correctness.by("splash")}
+    errors = correctness.of_dual_stream(paths, 128, head_dim, 2, kv_heads, block_size)["splash"]
+    assert max(errors) <= correctness.ALLOWED
 
 
 def test_no_segments_are_one_segment():

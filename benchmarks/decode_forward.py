@@ -1,0 +1,93 @@
+"""One decoding forward beside what memory allows: a window of W tokens behind a cache, and the logits of its tokens.
+
+    python -m benchmarks.decode_forward                             # 8B parameters in bfloat16, W = 1 and 16; a GPU
+    python -m benchmarks.decode_forward --shape tiny --context 60   # anywhere
+
+A forward reads every parameter once (of the embedding the rows of its tokens alone) and the used part of the cache: at batch
+size 1 that, and not the arithmetic, is its floor. The bandwidth is measured in the same run, as that of copying a large array;
+where it is known the data sheet's stands beside it. Forwards run in a loop on the device, each fed what the one before predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+from benchmarks import shapes
+from benchmarks.side_by_side import machine, print_table, side_by_side
+from wedlm_jax.model.config import DType
+from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.patterns import CachedWindow
+
+FORWARDS = 8  # in a loop
+# Bytes per second, from the makers' data sheets, by what jax calls the device.
+BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    shape: shapes.Name = "qwen3_8b"
+    dtype: DType = "bfloat16"
+    """Of parameters, cache and products."""
+    windows: tuple[int, ...] = (1, 16)
+    """W."""
+    rows: int = 1
+    context: int = 2000
+    """Slots of the cache that are in use."""
+    slots: int = 4096
+    """Those that are allocated."""
+    rounds: int = 5
+
+
+def main() -> None:
+    flags = tyro.cli(Flags, description=__doc__)
+    model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype)
+    params = jax.jit(lambda: init_params(model, 0))()
+
+    def forwards(params: dict[str, jax.Array], tokens_BW: jax.Array, cache: KVCache) -> Any:
+        transformer = transformer_from(model, params)
+        length = jnp.full(flags.rows, flags.context)
+        positions_BW = length[:, None] + jnp.arange(tokens_BW.shape[1])
+
+        def forward(_: Any, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
+            tokens_BW, cache = carry
+            pattern = CachedWindow(length)
+            hidden, cache = transformer.hidden(tokens_BW, positions=positions_BW, pattern=pattern, cache=cache)
+            return jnp.argmax(transformer.logits(hidden), axis=-1), cache
+
+        return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BW, cache))
+
+    copied = jnp.zeros(2**24 if jax.default_backend() == "cpu" else 2**29, jnp.bfloat16)
+    programs: dict[str, Any] = {"copy": (lambda x: x + 1, (copied,))}
+    for window in flags.windows:
+        cache = KVCache.zeros(model, flags.rows, flags.slots)
+        programs[str(window)] = forwards, (params, jnp.ones((flags.rows, window), int), cache)
+    measured = side_by_side(programs, flags.rounds)
+
+    bandwidth = 2 * copied.nbytes / measured["copy"].seconds
+    read = sum(x.nbytes for name, x in params.items() if model.tie_word_embeddings or not name.startswith("embed."))
+    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(flags.dtype).itemsize
+    sheet = BANDWIDTH.get(jax.devices()[0].device_kind)
+    rows = []
+    for window in flags.windows:
+        seconds = measured[str(window)].seconds / FORWARDS
+        moved = read + slot * flags.rows * (flags.context + window)
+        floor = moved / bandwidth
+        of_sheet = f"{moved / sheet / seconds:.1%}" if sheet else ""
+        rows.append((str(window), f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{floor / seconds:.1%}", of_sheet))
+    parameters = sum(x.size for x in params.values()) / 1e6
+    print_table(
+        f"{machine()}; {flags.shape}, {parameters:,.1f}M parameters, {flags.dtype}, {flags.rows} rows, {flags.context} of "
+        f"{flags.slots} slots used; copying {bandwidth / 1e9:,.0f} GB/s; medians of {flags.rounds}",
+        ("W", "ms a forward", "floor by copying, ms", "of that floor", "of the data sheet's"),
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    main()
