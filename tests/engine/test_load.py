@@ -17,7 +17,7 @@ from ..conftest import FULL, examples
 from ..decode.models import LOOPS
 from .models import SIZES, engine, talk, talker
 
-DECODERS = tuple(LOOPS) if FULL else ("streaming_eager", "verified", "blockwise")
+DECODERS = tuple(LOOPS) if FULL else ("streaming_eager", "verified")
 BAD = (dict(prompt=[]), dict(prompt=[9999]), dict(prompt=[1] * 60), dict(config=DecodeConfig(stop_ids=(9999,))))
 
 
@@ -64,7 +64,7 @@ def test_every_request_is_answered_once_as_if_it_ran_alone_and_memory_stays_flat
     open_tickets: list[Ticket] = []
     told: list[list[int]] = []
     seen = dict(bad=0, full=0, cancelled=0, stop=0, length=0, reused=0, stopped_by_string=0)
-    arrays: list[tuple[int, int]] = []  # live arrays and their bytes, with the engine idle
+    arrays: list[tuple[int, int]] = []  # live arrays and their bytes, each time that the engine is idle
     submitted = 0
 
     def check(ticket: Ticket) -> None:
@@ -84,38 +84,38 @@ def test_every_request_is_answered_once_as_if_it_ran_alone_and_memory_stays_flat
         seen["stopped_by_string"] += any(s in served.model.tokenizer.decode(completion.ids) for s in config.stop)
         told.append(prompt + completion.ids)
 
-    while submitted < count or open_tickets:
-        for _ in range(rng.choice([0, 0, 1, 1, 1, 3, 3, 16])):
-            if submitted == count:
-                break
-            submitted += 1
-            if rng.random() < 0.05:
-                with pytest.raises(UserError):
-                    served.submit(**{"prompt": [1], **rng.choice(BAD)})
-                seen["bad"] += 1
-                continue
-            prompt, config = random_prompt(rng, told), random_config(rng)
-            if rng.random() < 0.1:
-                config = with_a_stop_string(rng, prompt, config)
-            try:
-                open_tickets.append(served.submit(prompt, config))
-            except QueueFull:
-                seen["full"] += 1
-                open_tickets.append(served.submit(prompt, config, wait=True))
-        if open_tickets and rng.random() < 0.15:
-            rng.choice(open_tickets).cancel()
-        assert served.step() or not any(not ticket.done for ticket in open_tickets)
-        for ticket in [t for t in open_tickets if t.done]:
-            open_tickets.remove(ticket)
-            check(ticket)
-        if submitted >= count // 2 and not open_tickets:
-            gc.collect()
-            sizes = [x.nbytes for x in jax.live_arrays() if not x.is_deleted()]
-            arrays.append((len(sizes), sum(sizes)))
+    for goal in (count // 4, count // 2, count):
+        while submitted < goal or open_tickets:
+            for _ in range(rng.choice([0, 0, 1, 1, 1, 3, 3, 16])):
+                if submitted == goal:
+                    break
+                submitted += 1
+                if rng.random() < 0.05:
+                    with pytest.raises(UserError):
+                        served.submit(**{"prompt": [1], **rng.choice(BAD)})
+                    seen["bad"] += 1
+                    continue
+                prompt, config = random_prompt(rng, told), random_config(rng)
+                if rng.random() < 0.1:
+                    config = with_a_stop_string(rng, prompt, config)
+                try:
+                    open_tickets.append(served.submit(prompt, config))
+                except QueueFull:
+                    seen["full"] += 1
+                    open_tickets.append(served.submit(prompt, config, wait=True))
+            if open_tickets and rng.random() < 0.15:
+                rng.choice(open_tickets).cancel()
+            assert served.step() or not any(not ticket.done for ticket in open_tickets)
+            for ticket in [t for t in open_tickets if t.done]:
+                open_tickets.remove(ticket)
+                check(ticket)
+        gc.collect()
+        sizes = [x.nbytes for x in jax.live_arrays() if not x.is_deleted()]
+        arrays.append((len(sizes), sum(sizes)))
 
     answered = seen["cancelled"] + seen["stop"] + seen["length"]
     assert answered + seen["bad"] == count
     assert min(seen.values()) > 0, seen
     assert served.waiting == served.running == 0
-    assert len(arrays) >= 2 and len(set(arrays)) == 1, arrays
+    assert len(set(arrays[1:])) == 1, arrays  # the first quarter opens the groups
     assert served.cache_bytes == len(DECODERS) * served.bytes_for(talk("streaming_eager")), SIZES

@@ -1,0 +1,152 @@
+"""`python -m wedlm_jax.chat`: several turns from a pipe, its commands, Ctrl-C, and errors in one line."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import os
+import re
+import signal
+import sys
+
+import pytest
+from rich.console import Console
+
+from wedlm_jax import DecodeConfig, Engine, generate, load, save
+from wedlm_jax.chat import __main__ as command
+from wedlm_jax.decode.prompts import encode_prompt, render_messages
+
+from ..evals.models import tiny_model
+from ..test_notebooks import CHATML
+
+FLAGS = ("--decoder", "ar", "--max-new-tokens", "9", "--context", "120")
+CONFIG = DecodeConfig("ar", max_new_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """`chat` with a chat template, `base` without."""
+    path = tmp_path_factory.mktemp("models")
+    for name, template in (("chat", CHATML), ("base", None)):
+        model = dataclasses.replace(tiny_model(), tokenizer=copy.deepcopy(tiny_model().tokenizer))
+        model.tokenizer.chat_template = template
+        save(model, path / name)
+    return path
+
+
+@pytest.fixture
+def piped(folder, monkeypatch, capsys):
+    """Runs the command on lines of a pipe; returns what it wrote to stdout and to stderr."""
+
+    def run(*lines: str, model: str = "chat", flags: tuple[str, ...] = ()):
+        monkeypatch.setattr(sys, "argv", ["chat", "--model", str(folder / model), *FLAGS, *flags])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        command.main()
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_pipe_gets_the_answers_of_generate_turn_by_turn(piped, folder):
+    model = load(folder / "chat")
+    turns = [{"role": "user", "content": "Anna has 3 apples."}]
+    (first,) = generate(model, [turns], CONFIG)
+    shown = piped(turns[0]["content"], "", "And?", "/reset", turns[0]["content"], "/quit", "never read")
+    # The second prompt holds the tokens of the first answer as they were chosen, not as its text would be split.
+    later = [*turns, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
+    rendered = [render_messages(model, messages) for messages in (turns, later)]
+    rest = rendered[1].removeprefix(rendered[0] + first.text)
+    ids = [*encode_prompt(model, turns), *first.ids, *model.tokenizer.encode(rest)]
+    (second,) = generate(model, [ids], CONFIG)
+    assert shown.out == f"{first.text}\n{second.text}\n{first.text}\n"
+    notes = [line for line in shown.err.splitlines() if "tokens per forward" in line]
+    assert len(notes) == 3 and "a new conversation" in shown.err
+    cached = [int(re.search(r"(\d+) of \d+ prompt tokens cached", line).group(1)) for line in notes]
+    prompt = len(model.tokenizer.encode(model.tokenizer.apply_chat_template(turns, tokenize=False)))
+    assert cached[0] == 0 and cached[1] >= prompt + len(first.ids) - 1 and cached[2] >= prompt
+
+
+def test_an_unknown_command_is_told_and_a_path_is_a_message(piped):
+    shown = piped("/help", "/usr/bin is a folder")
+    assert "/help: no such command; /reset" in shown.err
+    assert shown.err.count("tokens per forward") == 1
+
+
+def test_a_base_model_continues_text_only_when_asked(piped, folder, capsys):
+    with pytest.raises(SystemExit) as exit:
+        piped("Tom", model="base")
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and "--plain" in message
+    (expected,) = generate(load(folder / "base"), ["Tom"], CONFIG)
+    assert piped("Tom", model="base", flags=("--plain",)).out == f"{expected.text}\n"
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (("--window-size", "0"), "window_size=0"),
+        (("--context", "100000"), "context=100000: the model's is 512"),
+        (("--nonsense",), "nonsense"),
+        (("--plain", "--system", "x"), "--system needs the chat template"),
+    ],
+)
+def test_bad_flags_are_one_line(piped, capsys, flags, complaint):
+    with pytest.raises(SystemExit) as exit:
+        piped("x", flags=flags)
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(piped, monkeypatch):
+    """And it leaves the handler of the process as it was."""
+    true_step, calls, before = Engine.step, [], signal.getsignal(signal.SIGINT)
+
+    def pressed_in_the_second_step(engine):
+        calls.append(engine)
+        if len(calls) == 3:  # the first step belongs to the request that compiles
+            os.kill(os.getpid(), signal.SIGINT)
+        return true_step(engine)
+
+    monkeypatch.setattr(Engine, "step", pressed_in_the_second_step)
+    shown = piped("first", "second", flags=("--max-new-tokens", "30"))
+    reasons = re.findall(r"\[(\w+); (\d+) tokens", shown.err)
+    assert reasons[0] == ("cancelled", "16") and reasons[1][0] != "cancelled"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_on_a_terminal_an_error_is_shown_and_the_conversation_goes_on(folder, monkeypatch):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=100, legacy_windows=False)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 70 + "\nhi\n"))
+    command.chat(command.Chat(str(folder / "chat"), context=40, decode=CONFIG), console)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
+    assert "error: the conversation fills the context of 40 tokens; /reset" in shown
+    assert shown.count("tokens per forward") == 1
+
+
+def test_an_answer_is_cut_to_what_the_context_leaves(piped):
+    shown = piped("hi", flags=("--context", "40", "--max-new-tokens", "500"))
+    assert re.search(r"\[length; \d+ tokens", shown.err)
+
+
+def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatch):
+    keys = iter([KeyboardInterrupt, "hello ", "", EOFError])
+
+    class Typed(Console):
+        def input(self, *args, **kwargs):
+            key = next(keys)
+            if isinstance(key, str):
+                return key
+            raise key
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    assert list(command.spoken(Typed(file=stream, force_terminal=True))) == ["hello"]
+    assert "/quit leaves" in stream.getvalue()

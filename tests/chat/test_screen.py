@@ -1,0 +1,47 @@
+"""What a terminal shows: finished lines once, and behind the committed text the window, filled out of order."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from rich.console import Console
+
+from wedlm_jax.chat.screen import MASK, PlainScreen, TerminalScreen, window_text
+
+from ..decode.test_stream import TEXT, reciter, settings, tokenizer
+from ..engine.models import engine
+
+
+def test_masks_are_dim_dots_and_half_characters_are_dots():
+    half = tokenizer().encode("世")[0]
+    a, b = tokenizer().encode("ab")
+    shown = window_text([a, None, b, b, None, half, None], tokenizer())
+    assert shown.plain == f"a{MASK}bb{MASK}{MASK}{MASK}"
+    assert [str(span.style) for span in shown.spans] == ["cyan", "dim", "cyan", "dim", "cyan", "dim"]
+    assert window_text([], tokenizer()).plain == ""
+
+
+def shown_by(screen, stream: io.StringIO, ticket) -> str:
+    with screen:
+        while not ticket.done:
+            ticket._engine.step()
+            screen.update(ticket)
+    return stream.getvalue()
+
+
+def test_a_pipe_gets_the_text_and_a_line_end():
+    stream = io.StringIO()
+    ticket = engine(reciter(TEXT, end=True)).submit("x", settings("verified"))
+    assert shown_by(PlainScreen(Console(file=stream)), stream, ticket) == TEXT + "\n"
+
+
+def test_a_terminal_ends_with_the_whole_text_and_has_shown_masks():
+    text, stream = "one\ntwo\nthree", io.StringIO()
+    ticket = engine(reciter(text, end=True)).submit("x", settings("streaming_eager", entropy_threshold=None))
+    console = Console(file=stream, force_terminal=True, width=60, legacy_windows=False)
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown_by(TerminalScreen(console, tokenizer()), stream, ticket))
+    lines = [line.strip() for line in shown.replace("\r", "\n").split("\n")]
+    whole = [line for line in lines if line in ("one", "two", "three")]
+    assert whole[-1] == "three" and {"one", "two"} <= set(whole)
+    assert any(MASK in line for line in lines) and MASK not in lines[-2]

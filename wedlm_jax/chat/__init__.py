@@ -1,0 +1,1 @@
+"""`python -m wedlm_jax.chat`: a conversation in the terminal, over one row of an engine."""

@@ -1,0 +1,145 @@
+"""Chat with a model and watch tokens land in parallel.
+
+python -m wedlm_jax.chat --model DIR
+python -m wedlm_jax.chat --model DIR --plain        # a base model: it continues what you write
+
+Commands: /reset starts a new conversation, /quit or the end of input leaves. Ctrl-C ends the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+
+from wedlm_jax import pretrained
+from wedlm_jax.chat.conversation import Conversation
+from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.engine import Engine, Ticket
+from wedlm_jax.errors import UserError, entry
+from wedlm_jax.flags import parse
+from wedlm_jax.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """HF directory, hub id, or workdir of wedlm_jax.train."""
+    system: str | None = None
+    """What the system says first."""
+    plain: bool = False
+    """No chat template: the model continues what you write, for base models."""
+    context: int | None = None
+    """Tokens of the whole conversation at most; None is the model's, at most 4096."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
+
+
+def chat(args: Chat, console: Console) -> None:
+    """Answers line by line until the input ends. On a terminal an error is shown and the conversation goes on; a pipe
+    fails."""
+    notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
+    model = pretrained.load(args.model, args.dtype)
+    conversation = Conversation(model, plain=args.plain, system=args.system)
+    engine = Engine(
+        model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
+    )
+    with notes.status("compiling"):  # so that the first answer is not timed with it
+        engine.submit([0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
+    for said in spoken(console):
+        if said == "/quit":
+            return
+        if said == "/reset":
+            conversation.reset()
+            note(notes, "a new conversation")
+        elif said.startswith("/") and " " not in said:
+            note(notes, f"{said}: no such command; /reset starts a new conversation, /quit leaves")
+        else:
+            screen = TerminalScreen(console, model.tokenizer) if console.is_terminal else PlainScreen(console)
+            try:
+                started = time.perf_counter()
+                ticket = answer(engine, conversation.prompt(said), args.decode, screen)
+            except UserError as error:
+                if not console.is_terminal:
+                    raise
+                note(notes, f"error: {error}")
+                continue
+            conversation.add(said, ticket)
+            note(notes, summary(ticket, started))
+
+
+def answer(engine: Engine, prompt: list[int], config: DecodeConfig, screen: Screen) -> Ticket:
+    """Runs one answer and shows it. Ctrl-C ends it with what it has.
+
+    Raises:
+      UserError: the conversation leaves no room for an answer.
+    """
+    room = engine.context - len(prompt)
+    if room < 1:
+        raise UserError(f"the conversation fills the context of {engine.context} tokens; /reset starts a new one")
+    ticket = engine.submit(prompt, dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room)))
+    with ctrl_c() as pressed, screen:
+        while not ticket.done:
+            engine.step()
+            if pressed:
+                ticket.cancel()
+            screen.update(ticket)
+    ticket.result()  # raises where memory ran out
+    return ticket
+
+
+def spoken(console: Console) -> Iterator[str]:
+    """The user's lines, without empty ones."""
+    while True:
+        try:
+            line = console.input("> ") if console.is_terminal and sys.stdin.isatty() else sys.stdin.readline()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            note(console, "/quit leaves")
+            continue
+        if not line and not sys.stdin.isatty():
+            return
+        if line.strip():
+            yield line.strip()
+
+
+@contextlib.contextmanager
+def ctrl_c() -> Iterator[list[int]]:
+    """Inside, Ctrl-C does not interrupt: it adds to the list. An interrupted step would lose the state that it was given."""
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def note(console: Console, line: str) -> None:
+    console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+@entry
+def main() -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"wedlm_jax {__version__}")
+        return
+    args = parse(Chat, prog="python -m wedlm_jax.chat", description=__doc__, args=spell_none(sys.argv[1:]))
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 is no reason to end
+    chat(args, Console())
+
+
+if __name__ == "__main__":
+    main()
