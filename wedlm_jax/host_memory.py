@@ -25,5 +25,5 @@ def keep_freed_memory() -> None:
         return
     mallopt(M_ARENA_MAX, 1)  # the arenas of other threads are too small for these blocks
     mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(M_TRIM_THRESHOLD, -1)  # never
     mallopt(M_TOP_PAD, 2**26)

@@ -84,7 +84,7 @@ def _is_untied(config: ModelConfig) -> bool:
     return not config.tie_word_embeddings
 
 
-HEAD = Row("lm_head.weight", "V D", "lm_head.kernel", "D V", _is_untied)
+HEAD = Row("lm_head.weight", "V D", "lm_head.kernel", "V D", _is_untied)
 EMBEDDING = Row("model.embed_tokens.weight", "V D", "embed.embedding", "V D")
 
 TABLE: tuple[Row, ...] = (

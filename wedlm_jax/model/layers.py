@@ -10,6 +10,8 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Pattern
 from wedlm_jax.model.rope import apply_rope
+from wedlm_jax.ops.rms_norm import rms_norm
+from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.sharding import constrain
 
 EMBEDDING_STDDEV = 0.02
@@ -21,7 +23,10 @@ def residual_stddev(config: ModelConfig, fan_in: int) -> float:
 
 
 class Linear(nnx.Module):
-    """einsum(`equation`, x, kernel) + bias in the compute dtype; the one place that knows how a parameter is annotated."""
+    """einsum(`equation`, x, kernel) + bias in the compute dtype, for all tokens T of x [B, L, ...].
+
+    The one place that knows how a parameter is annotated.
+    """
 
     def __init__(
         self,
@@ -40,7 +45,10 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(shape[1:], config.param_dtype), axes=axes[1:]) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, x, self.kernel[...].astype(self.dtype))
+        # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
+        tokens = x.reshape(-1, *x.shape[2:])
+        y = jnp.einsum(self.equation, tokens, self.kernel[...].astype(self.dtype))
+        y = y.reshape(*x.shape[:2], *y.shape[1:])
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
@@ -52,9 +60,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((dim,), config.param_dtype), axes=(axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.eps)
-        return x.astype(self.dtype) * self.scale[...].astype(self.dtype)
+        return rms_norm(x.astype(self.dtype), self.scale[...], self.eps)
 
 
 class Embedding(nnx.Module):
@@ -80,12 +86,12 @@ class Attention(nnx.Module):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.implementation = config.attention
         inputs = dict(stddev=D**-0.5, bias=config.qkv_bias, rngs=rngs)
-        self.q_proj = Linear(config, "BLD,DNH->BLNH", (D, N, H), ("embed", "heads", "head_dim"), **inputs)
-        self.k_proj = Linear(config, "BLD,DKH->BLKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
-        self.v_proj = Linear(config, "BLD,DKH->BLKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
+        self.q_proj = Linear(config, "TD,DNH->TNH", (D, N, H), ("embed", "heads", "head_dim"), **inputs)
+        self.k_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
+        self.v_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
         stddev = residual_stddev(config, fan_in=N * H)
         self.o_proj = Linear(
-            config, "BLNH,NHD->BLD", (N, H, D), ("heads", "head_dim", "embed"), stddev=stddev, rngs=rngs
+            config, "TNH,NHD->TD", (N, H, D), ("heads", "head_dim", "embed"), stddev=stddev, rngs=rngs
         )
         self.q_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
@@ -119,13 +125,13 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(config, "BLD,DF->BLF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
-        self.up_proj = Linear(config, "BLD,DF->BLF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
+        self.gate_proj = Linear(config, "TD,DF->TF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
+        self.up_proj = Linear(config, "TD,DF->TF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
         stddev = residual_stddev(config, fan_in=F)
-        self.down_proj = Linear(config, "BLF,FD->BLD", (F, D), ("mlp", "embed"), stddev=stddev, rngs=rngs)
+        self.down_proj = Linear(config, "TF,FD->TD", (F, D), ("mlp", "embed"), stddev=stddev, rngs=rngs)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        x_BLF = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
+        x_BLF = swiglu(self.gate_proj(x_BLD), self.up_proj(x_BLD))
         return self.down_proj(constrain(x_BLF, "batch", None, "mlp"))
 
 

@@ -47,7 +47,7 @@ class Transformer(nnx.Module):
     @staticmethod
     def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
         D, V = config.hidden_size, config.vocab_size
-        return Linear(config, "BLD,DV->BLV", (D, V), ("embed", "vocab"), stddev=D**-0.5, rngs=rngs)
+        return Linear(config, "TD,VD->TV", (V, D), ("vocab", "embed"), stddev=D**-0.5, rngs=rngs)
 
     @staticmethod
     def _position_table(config: ModelConfig, rngs: nnx.Rngs) -> Embedding | None:
@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
     @property
     def head(self) -> jax.Array:
         """The output matrix [V, D]; the embedding itself where they are tied."""
-        return self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...].T
+        return self.embed.embedding[...] if self.lm_head is None else self.lm_head.kernel[...]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32 of hidden states [..., D]; a call of its own, so that nobody pays for unread rows."""

@@ -113,7 +113,7 @@ def _backward(residuals, cotangents):
     T, N, H = q_TNH.shape
     S, K = k_SKH.shape[:2]
     k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), KEY_TILE, axis=1) for x in (k_SKH, v_SKH))
-    delta_TN = jnp.sum(d_out_TNH.astype(jnp.float32) * out_TNH.astype(jnp.float32), axis=-1) - d_lse_TN
+    delta_TN = jnp.vecdot(d_out_TNH, out_TNH, precision="highest", preferred_element_type=jnp.float32) - d_lse_TN
 
     def query_tile(d_keys_and_values, xs):
         q_KRH, d_out_KRH, lse_KR, delta_KR, start_R, end_R = xs
