@@ -90,9 +90,7 @@ class Attention(nnx.Module):
         self.k_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
         self.v_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
         stddev = residual_stddev(config, fan_in=N * H)
-        self.o_proj = Linear(
-            config, "TNH,NHD->TD", (N, H, D), ("heads", "head_dim", "embed"), stddev=stddev, rngs=rngs
-        )
+        self.o_proj = Linear(config, "TNH,NHD->TD", (N, H, D), ("heads", "head_dim", "embed"), stddev=stddev, rngs=rngs)
         self.q_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
 
