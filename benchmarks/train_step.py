@@ -30,6 +30,7 @@ from benchmarks.side_by_side import machine, print_table, side_by_side, square_p
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.experiment import ModelConfig, ObjectiveConfig, OptimizerConfig
+from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics.throughput import peak_flops
 from wedlm_jax.model.config import DType, Remat
 from wedlm_jax.model.patterns import DualStream
@@ -52,7 +53,7 @@ class Flags:
     """Other than those of the shape."""
     dtype: DType | None = None
     """Other than that of the shape."""
-    remat: Remat = "none"
+    remat: Remat = "dots"
     attention: Implementation = "auto"
     parts: bool = True
     """Also the parts of the step."""
@@ -65,6 +66,7 @@ class Flags:
 
 
 def main() -> None:
+    keep_freed_memory()  # as the trainer does
     flags = tyro.cli(Flags, description=__doc__)
     if flags.official is not None:
         for length in flags.lengths:
@@ -122,7 +124,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         "plain products": products(model, 2 * flags.rows * length, int(loss_rows)),
         "square products": square,
     }
-    measured = side_by_side(programs, flags.rounds)
+    measured = side_by_side(programs, flags.rounds, carried=("whole step",))
     step, rate = measured["whole step"], square_flops / measured.pop("square products").seconds
     rows = [
         (

@@ -14,7 +14,7 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed, up to 2 GiB at the top of the heap. Call it before JAX starts its threads.
+    """Tells glibc to keep what is freed. Call it before JAX starts its threads.
 
     Does nothing where the C library is another one.
     """

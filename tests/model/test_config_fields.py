@@ -111,13 +111,23 @@ def test_the_program_changes(field):
     assert program(changed(field)) != program(TINY)
 
 
+def is_a_sum(product: str) -> bool:
+    """Whether a dot_general of StableHLO has a factor without an axis of its own: a sum of products, or of rows."""
+    kinds = ("batching_dims", "contracting_dims")
+    used = [re.search(rf"{kind} = \[([\d, ]*)\]", product) for kind in kinds]
+    axes_used = sum(len(found[1].split(",")) for found in used if found and found[1])
+    ranks = [shape.count("x") for shape in re.findall(r"tensor<([^>]*)>", product)[:2]]
+    return min(ranks) == axes_used
+
+
 @pytest.mark.parametrize(
     ("precision", "expected"), [("highest", {"HIGHEST"}), ("high", {"HIGH"}), ("default", {"DEFAULT"})]
 )
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat):
     text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat))
-    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    # Sums that are written as products, those of the norms and of the merge, stand in float32 whatever the setting.
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and not is_a_sum(line)]
     assert len(products) > 20
     found = [re.findall(r"precision = \[(\w+), (\w+)\]", line) or [("DEFAULT", "DEFAULT")] for line in products]
     assert {word for pairs in found for pair in pairs for word in pair} == expected

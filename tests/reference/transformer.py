@@ -30,7 +30,7 @@ class ReferenceTransformer:
             gate = y @ layer["mlp.gate_proj.kernel"]
             x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp.up_proj.kernel"])) @ layer["mlp.down_proj.kernel"]
         x = self._norm(x, p["final_norm.scale"])
-        return x @ (p["embed.embedding"].T if c.tie_word_embeddings else p["lm_head.kernel"])
+        return x @ p["embed.embedding" if c.tie_word_embeddings else "lm_head.kernel"].T
 
     def _attention(self, x: np.ndarray, layer: Mapping[str, np.ndarray], positions: np.ndarray, visible: np.ndarray):
         c = self.config
