@@ -1,5 +1,6 @@
 """Every recipe of the README runs as it stands there, with a tiny model and a few steps."""
 
+import io
 import json
 import re
 import runpy
@@ -13,11 +14,13 @@ from tests.test_notebooks import chat_model  # noqa: F401  a fixture
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 RECIPES = README.partition("\n## Recipes\n")[2].partition("\n## ")[0]
+SERVING = README.partition("\n## Serve batches\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"```bash\n(.*?)```", RECIPES, flags=re.DOTALL)
 TINY = {
     "wedlm_jax.train": ("train.steps=2", "train.batch_size=8", "train.eval_every=0", "data.row_length=128"),
     "wedlm_jax.data": ("data.row_length=128",),
     "wedlm_jax.generate": ("--max-new-tokens", "4"),
+    "wedlm_jax.chat": ("--max-new-tokens", "4"),
 }
 
 
@@ -44,5 +47,13 @@ def test_a_recipe_runs(block, chat_model, tmp_path, monkeypatch):  # noqa: F811
         python, dash_m, module, *arguments = shlex.split(line, comments=True)
         assert (python, dash_m) == ("python", "-m")
         arguments = [argument.replace("MODEL", chat_model) for argument in arguments]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Anna has 3 apples.\n"))  # chat reads it
         monkeypatch.setattr(sys, "argv", [module, *arguments, *TINY.get(module, ())])
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def test_the_example_of_the_engine_runs(chat_model, capsys):  # noqa: F811
+    (example,) = re.findall(r"```python\n(.*?)```", SERVING, flags=re.DOTALL)
+    names: dict = {}
+    exec(example.replace("runs/quickstart", chat_model), names)
+    assert names["exact"].completion.text in capsys.readouterr().out and names["paper"].done
