@@ -55,8 +55,10 @@ def chat(args: Chat, console: Console) -> None:
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
     )
-    with notes.status("compiling"):  # so that the first answer is not timed with it
-        engine.submit([0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
+    with notes.status(
+        "compiling"
+    ):  # so that the first answer is not timed with it; two tokens, so that one is prefilled
+        engine.submit([0, 0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
     for said in spoken(console):
         if said == "/quit":
             return

@@ -75,13 +75,13 @@ class TerminalScreen:
 
 
 def window_text(window: list[int | None], tokenizer: Any) -> Text:
-    """Filled tokens as text, masks as dim dots; tokens that make half a character are dots too."""
+    """Filled tokens as text, masks as dim dots; tokens that make half a character are dots too, control tokens nothing."""
     shown, run = Text(), []
     for token in [*window, None]:
         if token is not None:
             run.append(token)
             continue
-        text = tokenizer.decode(run).replace("\n", " ")
+        text = tokenizer.decode(run, skip_special_tokens=True).replace("\n", " ")
         shown.append(text.replace(HALF_CHARACTER, MASK), style="cyan").append(MASK, style="dim")
         run = []
     return shown[:-1] if window else Text()
