@@ -150,7 +150,7 @@ def verified(row: Row) -> None:
             return
         accepted = len(chain)
         behind = range(accepted + 1, accepted + W)
-        after = {i: window[i] if accepted == lead else None for i in behind}
+        after = {i: window[i] for i in behind}
         masks = [i for i in behind if window[i] is None]
         if masks:
             for i in row.select_by_entropy(logits, masks):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.sampling import sample
-from wedlm_jax.decode.selection import select_by_confidence
+from wedlm_jax.decode.selection import confidence, select_by_confidence
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import window_forward
+from wedlm_jax.decode.window import half_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -28,19 +26,20 @@ def blockwise_step(
     lead = jnp.where(full, settings.block_size, 0)
     block = jnp.minimum(settings.block_size, settings.max_new_tokens - state.generated)
     fed = lead + block
-    before = state
-    state, logits = window_forward(transformer, state, settings, fed)
-
-    confidence = jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
     in_block = (slots >= lead[:, None]) & (slots < fed[:, None])
-    masked = ~state.filled & in_block & state.running[:, None]
-    filling = select_by_confidence(confidence, masked, settings.confidence_threshold)
-    tokens = sample(logits, state.length[:, None] + slots, settings)
-    state = dataclasses.replace(state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling)
+    masks = ~state.filled & in_block
+    before = state
+    C = state.window.shape[1]
+    state, reading = window_forward(
+        transformer, state, settings, fed, masks, widths=half_widths(C), most_read=C // 2, score=confidence
+    )
+
+    masked = masks & state.running[:, None]
+    filling = select_by_confidence(reading.scores, masked, settings.confidence_threshold)
+    window = jnp.where(filling, reading.tokens, state.window)
+    state = dataclasses.replace(state, window=window, filled=state.filled | filling)
     state = advance(state, jnp.where(state.running, lead, 0))
     done = jnp.all(state.filled | (slots >= block[:, None]), axis=1)
     state, kept = emit(state, settings, state.window, jnp.where(done, block, 0))
-    record = StepRecord(
-        before.length, before.window, before.filled, fed, confidence, filling, tokens, kept, before.running
-    )
+    record = recorded(before, fed, reading, filling, kept)
     return state, record

@@ -1,4 +1,4 @@
-"""Prefill: the prompt's keys and values, and a fresh window behind them."""
+"""Prefill: the prompt's keys and values, chunk by chunk, and a fresh window behind them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from wedlm_jax.decode.state import RUNNING, DecodeState
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
+
+CHUNK = 512  # tokens of a row that one forward runs: what bounds the memory of a long prompt beside its cache
 
 
 def prefill(
@@ -27,16 +29,12 @@ def prefill(
       prompt_length: int32 [B], at least 1.
       slots: C, the window slots of the decoder.
       output_slots: O, at least the largest max_new_tokens.
-      holds_back: whether the last prompt token waits in window slot 0 for the first decode forward (AR, verified).
+      holds_back: whether the last prompt token waits in window slot 0 for the first decode forward (AR, verified, lookup).
     """
     B, P = prompt.shape
-    positions = jnp.broadcast_to(jnp.arange(P), (B, P))
-    start = CachedWindow(jnp.zeros(B, jnp.int32))
-    cache = KVCache.zeros(transformer.config, B, P)
-    _, cache = transformer.hidden(prompt, positions=positions, pattern=start, cache=cache)
-    # A row writes at most C slots behind prompt + output; what padding left above the cursor is overwritten before it is read.
-    room = ((0, 0), (0, 0), (0, output_slots + slots), (0, 0), (0, 0))
-    cache = jax.tree.map(lambda x: jnp.pad(x, room), cache)
+    # A row writes at most C slots behind prompt + output.
+    cache = KVCache.zeros(transformer.config, B, P + output_slots + slots)
+    cache = fill_cache(transformer, cache, prompt, jnp.zeros(B, jnp.int32), prompt_length - holds_back)
     return begin(cache, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
 
 
@@ -45,8 +43,8 @@ def begin(
 ) -> DecodeState:
     """Empty windows behind prompts that the cache holds (but for the last token where it is held back); as in `prefill`."""
     B = prompt.shape[0]
-    zeros = jnp.zeros(B, jnp.int32)
-    window, filled = jnp.zeros((B, slots), jnp.int32), jnp.zeros((B, slots), bool)
+    zeros, zeros_by_slot = jnp.zeros(B, jnp.int32), jnp.zeros((B, slots), jnp.int32)
+    window, filled = zeros_by_slot, jnp.zeros((B, slots), bool)
     if holds_back:
         last = jnp.take_along_axis(prompt, (prompt_length - 1)[:, None], axis=1)[:, 0]
         window, filled = window.at[:, 0].set(last), filled.at[:, 0].set(True)
@@ -55,9 +53,39 @@ def begin(
         length=prompt_length - holds_back,
         window=window,
         filled=filled,
+        prompt=prompt,
         output=jnp.zeros((B, output_slots), jnp.int32),
+        log_probs=jnp.zeros((B, output_slots), jnp.float32),
         generated=zeros,
         finish=jnp.full(B, RUNNING, jnp.int32),
         forwards=zeros,
         processed=zeros,
+        checked=zeros_by_slot,
+        agreed=zeros_by_slot,
     )
+
+
+def fill_cache(
+    transformer: Transformer, cache: KVCache, tokens: jax.Array, start: jax.Array, stop: jax.Array
+) -> KVCache:
+    """Writes keys and values of the tokens start <= i < stop of every row, behind those before them, which are there.
+
+    As many chunks are run as the longest row needs. What the last one leaves at and above `stop` is for the next to
+    overwrite, before it is read.
+
+    Args:
+      cache: S slots.
+      tokens: int32 [B, P], P <= S: token i belongs into slot i.
+      start, stop: int32 [B].
+    """
+    P = tokens.shape[1]
+    chunk = min(P, CHUNK)
+
+    def run_chunk(number: jax.Array, cache: KVCache) -> KVCache:
+        cursor = start + number * chunk
+        positions = cursor[:, None] + jnp.arange(chunk)[None, :]
+        fed = jnp.take_along_axis(tokens, jnp.minimum(positions, P - 1), axis=1)
+        return transformer.hidden(fed, positions=positions, pattern=CachedWindow(cursor), cache=cache)[1]
+
+    chunks = -(-jnp.max(stop - start) // chunk)
+    return jax.lax.fori_loop(0, chunks, run_chunk, cache)

@@ -13,6 +13,11 @@ def entropy(logits: jax.Array) -> jax.Array:
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
 
+def confidence(logits: jax.Array) -> jax.Array:
+    """Probability [...] of the likeliest token by logits [..., V]."""
+    return jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
+
+
 def select_by_entropy(
     entropies: jax.Array, masked: jax.Array, entropy_threshold: jax.Array, distance_penalty: jax.Array
 ) -> jax.Array:
@@ -37,21 +42,23 @@ def select_by_entropy(
     return _or_else(below, masked, jnp.argmin(adjusted, axis=1))
 
 
-def select_by_confidence(confidence: jax.Array, masked: jax.Array, confidence_threshold: jax.Array) -> jax.Array:
+def select_by_confidence(
+    confidences: jax.Array, masked: jax.Array, confidence_threshold: jax.Array
+) -> jax.Array:
     """Every mask at least as confident as the threshold, or else the most confident one. Ties go left.
 
     Args:
-      confidence: float [B, T], probability of the likeliest token, read at masks only.
+      confidences: float [B, T], probability of the likeliest token, read at masks only.
       masked: bool [B, T].
       confidence_threshold: [B]; inf fills exactly one.
 
     Returns:
       bool [B, T], a subset of `masked`; empty only where `masked` is.
     """
-    chex.assert_equal_shape([confidence, masked])
-    confidence = jnp.where(masked, confidence, -jnp.inf)
-    above = masked & (confidence >= confidence_threshold[:, None])
-    return _or_else(above, masked, jnp.argmax(confidence, axis=1))
+    chex.assert_equal_shape([confidences, masked])
+    confidences = jnp.where(masked, confidences, -jnp.inf)
+    above = masked & (confidences >= confidence_threshold[:, None])
+    return _or_else(above, masked, jnp.argmax(confidences, axis=1))
 
 
 def _or_else(chosen: jax.Array, masked: jax.Array, best: jax.Array) -> jax.Array:

@@ -27,11 +27,15 @@ class DecodeState:
     length: jax.Array  # int32 [B]: committed slots; the cache below it is final
     window: jax.Array  # int32 [B, C]: tokens of filled slots
     filled: jax.Array  # bool [B, C]; a slot that is not filled is a mask, or not in play
+    prompt: jax.Array  # int32 [B, P], padded on the right
     output: jax.Array  # int32 [B, O]: emitted tokens
+    log_probs: jax.Array  # float32 [B, O]: of those by the AR model, in nats; 0 where the decoder reads no AR chain
     generated: jax.Array  # int32 [B]: how many of them count
     finish: jax.Array  # int32 [B]: RUNNING, STOPPED or FULL
     forwards: jax.Array  # int32 [B]: decode forwards, prefill not counted
     processed: jax.Array  # int32 [B]: token instances in those forwards: real slots, never static padding
+    checked: jax.Array  # int32 [B, C]: drafts held against the AR chain, by their slot
+    agreed: jax.Array  # int32 [B, C]: how many of them were its tokens
 
     @property
     def running(self) -> jax.Array:
@@ -64,10 +68,14 @@ class StepRecord:
 
 
 def emit(
-    state: DecodeState, settings: RowSettings, tokens: jax.Array, count: jax.Array
+    state: DecodeState,
+    settings: RowSettings,
+    tokens: jax.Array,
+    count: jax.Array,
+    log_probs: jax.Array | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """Appends the first `count` [B] of `tokens` [B, C] to the output of running rows, cut behind the first stop id or at
-    max_new_tokens, whichever comes first; a row that is cut or full is finished.
+    max_new_tokens, whichever comes first; a row that is cut or full is finished. `log_probs` [B, C] go with the tokens.
 
     Returns:
       the new state and the number of tokens kept, int32 [B].
@@ -85,9 +93,15 @@ def emit(
     rows = jnp.arange(tokens.shape[0])[:, None]
     # Slots that are not kept point past the end, where a dropped write goes.
     place = jnp.where(slots < kept[:, None], state.generated[:, None] + slots, state.output.shape[1])
-    output = state.output.at[rows, place].set(tokens, mode="drop")
-    finish = jnp.where(state.running, finish, state.finish)
-    return dataclasses.replace(state, output=output, generated=generated, finish=finish), kept
+    state = dataclasses.replace(
+        state,
+        output=state.output.at[rows, place].set(tokens, mode="drop"),
+        generated=generated,
+        finish=jnp.where(state.running, finish, state.finish),
+    )
+    if log_probs is not None:
+        state = dataclasses.replace(state, log_probs=state.log_probs.at[rows, place].set(log_probs, mode="drop"))
+    return state, kept
 
 
 def advance(state: DecodeState, count: jax.Array) -> DecodeState:

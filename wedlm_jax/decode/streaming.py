@@ -7,10 +7,9 @@ import dataclasses
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import Refill, RowSettings
-from wedlm_jax.decode.sampling import sample
 from wedlm_jax.decode.selection import entropy, select_by_entropy
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import window_forward
+from wedlm_jax.decode.window import half_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -23,17 +22,25 @@ def streaming_step(
     `refill="eager"` feeds W masks and unresolved slots behind that run (the engine), "paper" feeds W slots in all.
     """
     lead = state.leading_run()
+    C = state.window.shape[1]
     fed = settings.window_size + (lead if refill == "eager" else 0)
+    masks = ~state.filled & (state.slots < fed[:, None])
     before = state
-    state, logits = window_forward(transformer, state, settings, fed)
+    state, reading = window_forward(
+        transformer,
+        state,
+        settings,
+        fed,
+        masks,
+        widths=half_widths(C) if refill == "eager" else (C,),
+        most_read=C // 2 if refill == "eager" else C,  # W masks, never more
+        score=entropy,
+    )
     state, kept = emit(state, settings, state.window, lead)
 
-    entropies = entropy(logits)
-    masked = ~state.filled & (state.slots < fed[:, None]) & state.running[:, None]
-    filling = select_by_entropy(entropies, masked, settings.entropy_threshold, settings.distance_penalty)
-    tokens = sample(logits, state.length[:, None] + state.slots, settings)
-    record = StepRecord(
-        before.length, before.window, before.filled, fed, entropies, filling, tokens, kept, before.running
-    )
-    state = dataclasses.replace(state, window=jnp.where(filling, tokens, state.window), filled=state.filled | filling)
+    masked = masks & state.running[:, None]
+    filling = select_by_entropy(reading.scores, masked, settings.entropy_threshold, settings.distance_penalty)
+    record = recorded(before, fed, reading, filling, kept)
+    window = jnp.where(filling, reading.tokens, state.window)
+    state = dataclasses.replace(state, window=window, filled=state.filled | filling)
     return advance(state, kept), record

@@ -11,11 +11,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.sampling import sample
-from wedlm_jax.decode.selection import entropy, select_by_entropy
-from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import window_forward
+from wedlm_jax.decode.drafting import select_drafts
+from wedlm_jax.decode.selection import entropy
+from wedlm_jax.decode.state import DecodeState, StepRecord, advance
+from wedlm_jax.decode.window import half_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -26,35 +27,35 @@ def verified_step(
 
     The forward gives the AR chain after the pending token and after each leading draft. Drafts are accepted while they
     agree with it, and the chain's next token is emitted behind them and pends: every forward emits at least one token.
-    What follows a rejected draft is masked again, and W slots stay in play from the new cursor. The masks' own logits
-    serve as drafts only, so nothing that they say can change the output.
+    W slots stay in play from the new cursor. What the masks say, and which of them are filled, are drafts only: nothing of it
+    can change the output.
     """
+    C = state.window.shape[1]
     slots = state.slots
     lead = state.leading_run()
     fed = settings.window_size + lead
+    masks = ~state.filled & (slots < fed[:, None])
     before = state
-    state, logits = window_forward(transformer, state, settings, fed)
-    # A filled row predicts the token after it, a mask row the token of its own place.
-    tokens = sample(logits, state.length[:, None] + slots + state.filled, settings)
-
-    agrees = (slots == 0) | (state.window == jnp.roll(tokens, 1, axis=1))
-    accepted = jnp.sum(jnp.cumprod(agrees & (slots < lead[:, None]), axis=1), axis=1)  # with the pending token
-    state, kept = emit(state, settings, tokens, accepted)
-    next_token = jnp.take_along_axis(tokens, (accepted - 1)[:, None], axis=1)
-
-    behind = slots > accepted[:, None]
-    drafts = state.filled & behind & (accepted == lead)[:, None]
-    in_play = slots < jnp.minimum(fed, accepted + settings.window_size)[:, None]
-    masked = ~state.filled & behind & in_play & state.running[:, None]
-    entropies = entropy(logits)
-    filling = select_by_entropy(entropies, masked, settings.entropy_threshold, settings.distance_penalty)
-    pending = slots == accepted[:, None]
-    record = StepRecord(
-        before.length, before.window, before.filled, fed, entropies, filling, tokens, kept, before.running
+    state, reading = window_forward(
+        transformer,
+        state,
+        settings,
+        fed,
+        masks | (slots < lead[:, None]),
+        widths=half_widths(C),
+        most_read=C,
+        score=entropy,
     )
+    state, kept, accepted, next_token = check_drafts(state, settings, reading, lead)
+
+    pending = slots == accepted[:, None]
+    behind = (slots > accepted[:, None]) & (slots < (accepted + settings.window_size)[:, None])
+    masked = masks & behind & state.running[:, None]
+    filling = select_drafts(reading.scores, masked, settings)
+    record = recorded(before, fed, reading, filling, kept)
     state = dataclasses.replace(
         state,
-        window=jnp.where(pending, next_token, jnp.where(filling, tokens, state.window)),
-        filled=pending | drafts | filling,
+        window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
+        filled=pending | (state.filled & behind) | filling,
     )
     return advance(state, kept), record

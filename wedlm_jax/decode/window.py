@@ -1,44 +1,147 @@
-"""The window forward, the same for every decoder: reorder, feed behind the cache, read the logits back in logical order."""
+"""The window forward, the same for every decoder: reorder, feed behind the cache, read what is asked for in logical order."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.state import DecodeState
+from wedlm_jax.decode.sampling import sample
+from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.diffusion.reordering import reorder
+from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 
+SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
+
+Score = Callable[[jax.Array], jax.Array]  # logits [..., V] -> [...]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a forward says at the slots that are read, [B, C] by logical slot; elsewhere 0."""
+
+    tokens: jax.Array  # int32: drawn. A filled row predicts the token after it, a mask row the token of its own place
+    log_probs: jax.Array  # float32: of that token in nats, by the model's own logits (no filter, temperature 1)
+    scores: jax.Array  # float32: the decoder's score
+
+
+    @classmethod
+    def zeros(cls, rows: int, slots: int) -> Reading:
+        shape = (rows, slots)
+        return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
+
+
+def half_widths(slots: int) -> tuple[int, ...]:
+    """Widths for a decoder that feeds half of its C slots at least: C / 2, 3 C / 4 and C, none below SMALLEST_WIDTH."""
+    return (*(w for w in (slots // 2, 3 * slots // 4) if w >= SMALLEST_WIDTH), slots)
+
 
 def window_forward(
-    transformer: Transformer, state: DecodeState, settings: RowSettings, fed: jax.Array
-) -> tuple[DecodeState, jax.Array]:
+    transformer: Transformer,
+    state: DecodeState,
+    settings: RowSettings,
+    fed: jax.Array,
+    read: jax.Array,
+    *,
+    widths: Sequence[int],
+    most_read: int,
+    score: Score | None = None,
+) -> tuple[DecodeState, Reading]:
     """Runs the first `fed` [B] slots of every window: filled ones in physical order first, then the masks (Eq. 5 to 7).
 
     Filled slots are written to the very cache slots that they will own if they are committed; masks land behind them and
     are overwritten by the next step. A finished row's window is run and ignored.
 
+    Args:
+      fed: int32 [B], at most C.
+      read: bool [B, C], the slots whose logits are wanted, all of them fed.
+      widths: ascending, the last one C. The forward runs over the least of them that holds what every running row feeds; all
+        are compiled, and one is chosen on the device.
+      most_read: an upper bound of the slots that any row reads: only so many rows see the output layer.
+      score: entropy or confidence from logits; None: 0 everywhere.
+
     Returns:
-      the state with the new cache and counters, and logits float32 [B, C, V] by logical slot.
+      the state with the new cache and counters, and the reading.
     """
-    in_play = state.slots < fed[:, None]
-    order = reorder(~state.filled, ~in_play)
+    B, C = state.window.shape
+    order = reorder(~state.filled, state.slots >= fed[:, None])
     tokens = jnp.where(state.filled, state.window, jnp.maximum(settings.mask_token_id, 0)[:, None])
-    hidden, cache = transformer.hidden(
-        jnp.take_along_axis(tokens, order, axis=1),
-        positions=state.length[:, None] + order,
-        pattern=CachedWindow(state.length),
-        cache=state.cache,
+    tokens = jnp.take_along_axis(tokens, order, axis=1)
+
+    def forward(width: int, cache: KVCache, reading: Reading) -> tuple[KVCache, Reading]:
+        hidden, cache = transformer.hidden(
+            tokens[:, :width],
+            positions=state.length[:, None] + order[:, :width],
+            pattern=CachedWindow(state.length),
+            cache=cache,
+        )
+        is_read = jnp.take_along_axis(read, order[:, :width], axis=1)
+        physical = jnp.argsort(~is_read, axis=1, stable=True)[:, :most_read]
+        slots = jnp.take_along_axis(order, physical, axis=1)
+        logits = transformer.logits(jnp.take_along_axis(hidden, physical[..., None], axis=1))
+        # What fills up a row that reads less points past the end, where a dropped write goes.
+        place = jnp.where(jnp.take_along_axis(read, slots, axis=1), slots, C)
+        rows = jnp.arange(B)[:, None]
+        new = _read(logits, slots, state, settings, score)
+        return cache, jax.tree.map(lambda x, new: x.at[rows, place].set(new, mode="drop"), reading, new)
+
+    widest = jnp.max(jnp.where(state.running, fed, 0))
+    chosen = jnp.searchsorted(jnp.array(widths[:-1], jnp.int32), widest)
+    cache, reading = _switch_in_place(
+        chosen, [functools.partial(forward, width) for width in widths], (state.cache, Reading.zeros(B, C))
     )
-    logical = jnp.take_along_axis(hidden, jnp.argsort(order, axis=1)[..., None], axis=1)
     state = dataclasses.replace(
         state,
         cache=cache,
         forwards=state.forwards + state.running,
         processed=state.processed + jnp.where(state.running, fed, 0),
     )
-    return state, transformer.logits(logical)
+    return state, reading
+
+
+def recorded(
+    before: DecodeState, fed: jax.Array, reading: Reading, filling: jax.Array, emitted: jax.Array
+) -> StepRecord:
+    """What a step did, from the state that it was given."""
+    return StepRecord(
+        base=before.length,
+        window=before.window,
+        filled=before.filled,
+        fed=fed,
+        score=reading.scores,
+        filling=filling,
+        tokens=reading.tokens,
+        emitted=emitted,
+        running=before.running,
+    )
+
+
+def _switch_in_place(
+    chosen: jax.Array, branches: Sequence[Callable[[KVCache, Reading], tuple[KVCache, Reading]]], carry: tuple
+) -> tuple[KVCache, Reading]:
+    """`lax.switch` over what it returns, as loops of one trip or none: XLA updates the carry of a loop in place, but copies
+    the whole cache into and out of a conditional that writes it."""
+    if len(branches) == 1:
+        return branches[0](*carry)
+    for number, branch in enumerate(branches):
+        trips = jnp.where(chosen == number, 1, 0)
+        carry = jax.lax.fori_loop(0, trips, lambda _, carry, branch=branch: branch(*carry), carry)
+    return carry
+
+
+def _read(
+    logits: jax.Array, slots: jax.Array, state: DecodeState, settings: RowSettings, score: Score | None
+) -> Reading:
+    """Logits float32 [B, R, V] of these slots [B, R]."""
+    filled = jnp.take_along_axis(state.filled, slots, axis=1)
+    tokens = sample(logits, state.length[:, None] + slots + filled, settings)
+    drawn = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
+    log_probs = drawn - jax.nn.logsumexp(logits, axis=-1)
+    return Reading(tokens, log_probs, jnp.zeros_like(log_probs) if score is None else score(logits))
