@@ -37,7 +37,9 @@ ROWS = 3
 LOOPS: dict[str, tuple[dict, tuple[int, int]]] = {
     "streaming_eager": (dict(decoder="streaming", refill="eager"), (3, 4)),
     "streaming_paper": (dict(decoder="streaming", refill="paper"), (3, 4)),
+    "streaming_fallback": (dict(decoder="streaming", verify="fallback"), (3, 4)),
     "verified": (dict(decoder="verified"), (3, 4)),
+    "lookup": (dict(decoder="lookup"), (3, 4)),
     "blockwise": (dict(decoder="blockwise"), (3, 4)),
     "ar": (dict(decoder="ar"), (1, 1)),
 }

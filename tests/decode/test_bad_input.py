@@ -17,6 +17,8 @@ from .models import TINY, config_of, tiny_model
 FIELDS = {
     "decoder": ["greedy", None],
     "refill": ["lazy"],
+    "fill_rule": ["most", None],
+    "verify": ["all", True],
     "window_size": [0, -1, 2.0, True, "4", 2**31],
     "block_size": [0, 1.5],
     "max_new_tokens": [0, None],
@@ -40,6 +42,12 @@ def test_a_bad_setting_is_named(field, value):
         DecodeConfig(**{field: value})
     assert field in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("fields", [dict(decoder="verified"), dict(refill="paper"), dict(decoder="lookup")], ids=str)
+def test_fallback_belongs_to_eager_streaming(fields):
+    with pytest.raises(UserError, match="verify=fallback is a mode of decoder=streaming with refill=eager"):
+        DecodeConfig(**fields, verify="fallback")
 
 
 def test_every_setting_is_checked():

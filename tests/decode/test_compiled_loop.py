@@ -27,6 +27,7 @@ CHANGES = [
     dict(entropy_threshold=None),
     dict(entropy_threshold=float("inf")),
     dict(distance_penalty=0.3),
+    dict(fill_rule="sum"),
     dict(confidence_threshold=0.0),
     dict(confidence_threshold=0.9),
     dict(window_size=3),
@@ -82,7 +83,7 @@ def arguments(name: str) -> tuple:
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
     shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
     state = decode_loop.start(graph, params, jnp.ones((3, SMALLEST_BUCKET), jnp.int32), lengths, **shapes)
-    program = decode_loop.Program(graph, config.decoder, config.refill)
+    program = decode_loop.Program.of(graph, config)
     return program, params, state, RowSettings.from_configs([config] * 3, range(3))
 
 

@@ -76,7 +76,7 @@ def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop):
         return start(graph, params, jnp.asarray(padded), jnp.asarray([len(p) for p in prompts], jnp.int32), **shapes)
 
     settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
-    state = run(Program(graph, config.decoder, config.refill), params, prefilled(PROMPTS, config), settings)
+    state = run(Program.of(graph, config), params, prefilled(PROMPTS, config), settings)
     whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
     causal = prefilled(whole, config_of("ar"))
     for row, prompt in enumerate(PROMPTS):
@@ -178,6 +178,8 @@ FIELDS: dict[str, tuple[DecodeConfig, object]] = {
     "window_size": (config_of("streaming_eager"), 3),
     "entropy_threshold": (config_of("streaming_eager"), 1.8),
     "distance_penalty": (config_of("streaming_eager", entropy_threshold=1.6), 0.5),
+    "fill_rule": (config_of("streaming_eager", entropy_threshold=1.6), "sum"),
+    "verify": (config_of("streaming_eager"), "fallback"),
     "refill": (config_of("streaming_eager"), "paper"),
     "block_size": (config_of("blockwise"), 3),
     "confidence_threshold": (config_of("blockwise"), 0.2),

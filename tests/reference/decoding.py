@@ -7,6 +7,7 @@ is a list of tokens in logical order, None where there is a mask.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
 
@@ -71,13 +72,36 @@ class Row:
         return winners[-1]
 
     def select_by_entropy(self, logits: np.ndarray, masks: list[int]) -> list[int]:
-        """Algorithm 1: adjusted entropies strictly below tau, or else the smallest one."""
+        """What the rule fills, or else the smallest adjusted entropy."""
+        return self.passing(logits, masks) or self._smallest(self._adjusted(logits, masks))
+
+    def passing(self, logits: np.ndarray, masks: list[int]) -> list[int]:
+        """Adjusted entropies strictly below tau: each of them, the smallest ones summed up, or those before the first that is
+        not."""
         c = self.config
-        adjusted = {i: _entropy(logits[i]) + c.distance_penalty * (i - masks[0]) for i in masks}
         tau = -math.inf if c.entropy_threshold is None else c.entropy_threshold
+        adjusted = self._adjusted(logits, masks)
+        rule = ("run" if c.decoder == "verified" else "each") if c.fill_rule == "auto" else c.fill_rule
+        filled, total = [], 0.0
+        if rule == "sum":
+            ranked = sorted(masks, key=lambda i: adjusted[i])
+            self.decide(*(adjusted[b] - adjusted[a] for a, b in itertools.pairwise(ranked)))
+            for i in ranked:
+                total += adjusted[i]
+                self.decide(abs(total - tau))
+                if total < tau:
+                    filled.append(i)
+            return filled
         self.decide(*(abs(x - tau) for x in adjusted.values()))
-        below = [i for i in masks if adjusted[i] < tau]
-        return below or self._smallest(adjusted)
+        for i in masks:
+            if adjusted[i] < tau:
+                filled.append(i)
+            elif rule == "run":
+                break
+        return filled
+
+    def _adjusted(self, logits: np.ndarray, masks: list[int]) -> dict[int, float]:
+        return {i: _entropy(logits[i]) + self.config.distance_penalty * (i - masks[0]) for i in masks}
 
     def select_by_confidence(self, logits: np.ndarray, masks: list[int]) -> list[int]:
         """At least as probable as the threshold, or else the most probable one; a threshold of 0 fills one a step."""
@@ -104,7 +128,13 @@ class Row:
 
 def decode(model: ReferenceTransformer, prompt: list[int], config, noise: Callable[[int], np.ndarray]) -> Row:
     """Runs one row to its end."""
-    decoders = {"streaming": streaming, "verified": verified, "blockwise": blockwise, "ar": autoregressive}
+    decoders = {
+        "streaming": fallback if config.verify == "fallback" else streaming,
+        "verified": verified,
+        "lookup": lookup,
+        "blockwise": blockwise,
+        "ar": autoregressive,
+    }
     row = Row(model, config, noise, list(prompt))
     decoders[config.decoder](row)
     return row
@@ -153,10 +183,61 @@ def verified(row: Row) -> None:
         after = {i: window[i] for i in behind}
         masks = [i for i in behind if window[i] is None]
         if masks:
-            for i in row.select_by_entropy(logits, masks):
+            for i in row.passing(logits, masks) or masks[:1]:
                 after[i] = row.pick(logits[i], base + i)
         row.context += window[:accepted]
         window = [chain[-1], *after.values()]
+
+
+def fallback(row: Row) -> None:
+    """Slot 0 is the last emitted token. The leading run is emitted unchecked; where no mask passes the rule, so is the token
+    that the autoregressive model puts behind it."""
+    W = row.config.window_size
+    window: list[int | None] = [row.context.pop()] + [None] * (W - 1)
+    while True:
+        last = _leading_run(window) - 1
+        window = window + [None] * last
+        logits = row.forward(window)
+        base = len(row.context)
+        masks = [i for i, token in enumerate(window) if token is None]
+        filling = row.passing(logits, masks) if masks else []
+        run = window[1 : last + 1]
+        if not filling:
+            run.append(row.pick(logits[last], base + last + 1))
+        row.emit(run)
+        if row.finish:
+            return
+        for i in filling:
+            window[i] = row.pick(logits[i], base + i)
+        row.context += window[: len(run)]
+        window = [([window[0], *run])[-1], *window[len(run) + 1 :]]
+        window += [None] * (W - len(window))
+
+
+def lookup(row: Row) -> None:
+    """Drafts are what followed the longest of the last 3, 2 or 1 tokens where they came last before; checked as in `verified`."""
+    history, pending = list(row.context), row.context.pop()
+    window = [pending]
+    while True:
+        logits = row.forward(window)
+        base = len(row.context)
+        chain = [row.pick(logits[0], base + 1)]
+        while len(chain) < len(window) and window[len(chain)] == chain[-1]:
+            chain.append(row.pick(logits[len(chain)], base + len(chain) + 1))
+        row.emit(chain)
+        if row.finish:
+            return
+        row.context += window[: len(chain)]
+        history += chain
+        window = [chain[-1], *_continuation(history)[: row.config.window_size - 1]]
+
+
+def _continuation(history: list[int]) -> list[int]:
+    for n in (3, 2, 1):
+        for end in range(len(history) - 1, n - 1, -1):
+            if history[end - n : end] == history[-n:]:
+                return history[end:]
+    return []
 
 
 def blockwise(row: Row) -> None:

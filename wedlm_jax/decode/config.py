@@ -5,27 +5,37 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wedlm_jax.decode.selection import RULES
 from wedlm_jax.errors import UserError
 
-Decoder = Literal["streaming", "verified", "blockwise", "ar"]
+Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]
 Refill = Literal["eager", "paper"]
+Verify = Literal["none", "fallback"]
+FillRule = Literal["auto", "each", "sum", "run"]
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Settings of one completion. Only `decoder`, `refill` and the size buckets are compiled in; the rest is traced."""
+    """Settings of one completion. Only `decoder`, `refill`, `verify` and the size buckets are compiled in; the rest is
+    traced."""
 
     decoder: Decoder = "streaming"
-    window_size: int = 16  # W: masks in play (streaming, verified)
+    window_size: int = 16  # W: masks in play (streaming, verified); at most W - 1 drafts (lookup)
     entropy_threshold: float | None = 0.4  # tau in nats: fill what lies below; None = one a step, inf = all
     distance_penalty: float = 0.02  # lambda in nats per slot right of the leftmost mask (Eq. 11)
+    fill_rule: FillRule = (
+        "auto"  # masks below tau: "each", "sum" (all together) or "run" (from the left); auto: verified run
+    )
+    verify: Verify = (
+        "none"  # "fallback": streaming takes the AR token where no mask passes the rule, not the likeliest guess
+    )
     refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
     block_size: int = 32  # J (blockwise)
     confidence_threshold: float = 0.9  # fill what is at least as probable (blockwise); 0 = one a step
@@ -40,9 +50,14 @@ class DecodeConfig:
     seed: int = 0  # row k of a call draws from fold_in(key(seed), k)
 
     def __post_init__(self) -> None:
-        for name, choices in (("decoder", Decoder.__args__), ("refill", Refill.__args__)):  # type: ignore[attr-defined]
+        for name, of in (("decoder", Decoder), ("refill", Refill), ("verify", Verify), ("fill_rule", FillRule)):
+            choices = get_args(of)
             if getattr(self, name) not in choices:
                 raise UserError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        if self.verify == "fallback" and (self.decoder != "streaming" or self.refill != "eager"):
+            raise UserError(
+                "verify=fallback is a mode of decoder=streaming with refill=eager; choose these, or verify=none"
+            )
         for name, least in (("window_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
             value = _integer(name, getattr(self, name))
             if value < least:
@@ -75,12 +90,28 @@ class DecodeConfig:
 
     @property
     def uses_masks(self) -> bool:
-        return self.decoder != "ar"
+        return self.decoder not in ("ar", "lookup")
 
     @property
     def holds_back(self) -> bool:
-        """Whether the last prompt token is fed by the first decode forward instead of prefill (AR and verified)."""
-        return self.decoder in ("ar", "verified")
+        """Whether the last prompt token is fed by the first decode forward instead of prefill: by all that read the AR chain."""
+        return self.reads_chain or self.verify == "fallback"
+
+    @property
+    def reads_chain(self) -> bool:
+        """Whether every emitted token is one of the AR chain."""
+        return self.decoder in ("ar", "verified", "lookup")
+
+    @property
+    def rule(self) -> int:
+        """The number of the fill rule in `selection.RULES`."""
+        rule = ("run" if self.decoder == "verified" else "each") if self.fill_rule == "auto" else self.fill_rule
+        return list(RULES).index(rule)
+
+    @property
+    def program(self) -> tuple[object, ...]:
+        """What requests must have in common to run in one compiled loop."""
+        return self.decoder, self.refill, self.verify, self.slots
 
     @property
     def slots(self) -> int:
@@ -90,7 +121,8 @@ class DecodeConfig:
         if self.decoder == "blockwise":
             return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
         bucket = _power_of_two(self.window_size)
-        return bucket if self.decoder == "streaming" and self.refill == "paper" else 2 * bucket
+        alone = self.decoder == "lookup" or (self.decoder == "streaming" and self.refill == "paper")
+        return bucket if alone else 2 * bucket
 
     @property
     def stop_id_slots(self) -> int:
@@ -125,6 +157,7 @@ class RowSettings:
     window_size: jax.Array  # int32 [B]
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
+    rule: jax.Array  # int32 [B], an index into selection.RULES
     block_size: jax.Array  # int32 [B]
     confidence_threshold: jax.Array  # float32 [B]; inf = one a step
     max_new_tokens: jax.Array  # int32 [B]
@@ -152,6 +185,7 @@ class RowSettings:
                 [-math.inf if c.entropy_threshold is None else c.entropy_threshold for c in configs], "float32"
             ),
             distance_penalty=column("distance_penalty", "float32"),
+            rule=column("rule", "int32"),
             block_size=column("block_size", "int32"),
             confidence_threshold=jnp.asarray([c.confidence_threshold or math.inf for c in configs], "float32"),
             max_new_tokens=column("max_new_tokens", "int32"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def generate(
     groups: dict[tuple, list[Request]] = {}
     for request in requests:
         c = request.config
-        groups.setdefault((c.decoder, c.refill, c.slots, bool(c.stop)), []).append(request)
+        groups.setdefault((*c.program, bool(c.stop)), []).append(request)
     completions: dict[int, Completion] = {}
     for group in groups.values():
         for request, completion in zip(group, decode_batch(model, group, trace), strict=True):
@@ -121,7 +121,7 @@ class _Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         graph, self.params = nnx.split(model.transformer)
-        self.program = Program(graph, config.decoder, config.refill)
+        self.program = Program.of(graph, config)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -159,17 +159,14 @@ class _Batch:
         return [output[row, :count].tolist() for row, count in enumerate(generated)]
 
     def completions(self, state: DecodeState) -> list[Completion]:
-        finish, forwards, processed = (np.asarray(x) for x in (state.finish, state.forwards, state.processed))
-        return [
-            completion(
-                self.model,
-                request.config,
-                ids,
-                "stop" if finish[row] == STOPPED else "length",
-                Stats(len(ids), int(forwards[row]), int(processed[row])),
-            )
-            for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True))
-        ]
+        state = jax.device_get(dataclasses.replace(state, cache=None))  # type: ignore[arg-type]
+        done = []
+        for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True)):
+            stats = Stats(len(ids), int(state.forwards[row]), int(state.processed[row]))
+            reason: FinishReason = "stop" if state.finish[row] == STOPPED else "length"
+            plain = completion(self.model, request.config, ids, reason, stats)
+            done.append(dataclasses.replace(plain, **verification(request.config, state, row, len(ids))))
+        return done
 
     def _end_at_stop_strings(self, state: DecodeState) -> DecodeState:
         generated, finish = np.array(state.generated), np.array(state.finish)
@@ -187,6 +184,22 @@ def completion(model: Model, config: DecodeConfig, ids: list[int], reason: Finis
     """A finished row as it is handed out. `config.stop_ids` is resolved."""
     text = None if model.tokenizer is None else text_of(model.tokenizer, ids, config, finished=True)
     return Completion(ids, reason, stats, text)
+
+
+def verification(config: DecodeConfig, state: DecodeState, row: int, count: int) -> dict[str, Any]:
+    """What the AR chain said of the first `count` tokens of a row: the fields `log_probs` and `acceptance`, where there are any.
+
+    Args:
+      state: on the host.
+    """
+    fields: dict[str, Any] = {}
+    if config.reads_chain:
+        fields["log_probs"] = state.log_probs[row, :count].tolist()
+    if config.reads_chain and config.decoder != "ar":
+        by_slot = list(zip(state.checked[row].tolist(), state.agreed[row].tolist(), strict=True))[1:]
+        used = [slot for slot, (checked, _) in enumerate(by_slot, 1) if checked]
+        fields["acceptance"] = by_slot[: max(used, default=0)]
+    return fields
 
 
 def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:

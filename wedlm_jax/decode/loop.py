@@ -12,7 +12,9 @@ from flax import nnx
 
 from wedlm_jax.decode.autoregressive import autoregressive_step
 from wedlm_jax.decode.blockwise import blockwise_step
-from wedlm_jax.decode.config import Decoder, Refill, RowSettings
+from wedlm_jax.decode.config import DecodeConfig, Decoder, Refill, RowSettings, Verify
+from wedlm_jax.decode.fallback import fallback_step
+from wedlm_jax.decode.lookup import lookup_step
 from wedlm_jax.decode.prefill import prefill
 from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.decode.streaming import streaming_step
@@ -26,14 +28,26 @@ class Program(NamedTuple):
     graph: nnx.GraphDef  # of the transformer
     decoder: Decoder
     refill: Refill
+    verify: Verify = "none"
+
+    @classmethod
+    def of(cls, graph: nnx.GraphDef, config: DecodeConfig) -> Program:
+        return cls(graph, config.decoder, config.refill, config.verify)
 
     def step(
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
     ) -> tuple[DecodeState, StepRecord]:
         """One forward of every row, and what the decoder makes of it."""
+        if self.verify == "fallback":
+            return fallback_step(transformer, state, settings)
         if self.decoder == "streaming":
             return streaming_step(transformer, state, settings, refill=self.refill)
-        other = {"verified": verified_step, "blockwise": blockwise_step, "ar": autoregressive_step}
+        other = {
+            "verified": verified_step,
+            "lookup": lookup_step,
+            "blockwise": blockwise_step,
+            "ar": autoregressive_step,
+        }
         return other[self.decoder](transformer, state, settings)
 
 

@@ -1,4 +1,5 @@
-"""Which mask slots a step fills: Eq. 11 with Algorithm 1's rule, and the block decoder's confidence rule."""
+"""Which mask slots a step fills: Eq. 11 with Algorithm 1's rule and two rules for slots that are filled together, and the block
+decoder's confidence rule."""
 
 from __future__ import annotations
 
@@ -18,33 +19,93 @@ def confidence(logits: jax.Array) -> jax.Array:
     return jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
 
 
-def select_by_entropy(
-    entropies: jax.Array, masked: jax.Array, entropy_threshold: jax.Array, distance_penalty: jax.Array
-) -> jax.Array:
-    """Algorithm 1: every mask whose adjusted entropy lies strictly below tau, or else the one with the smallest.
+def adjusted_entropy(entropies: jax.Array, masked: jax.Array, distance_penalty: jax.Array) -> jax.Array:
+    """Eq. 11: H + lambda * d, d the number of slots right of the leftmost mask; inf where there is no mask."""
+    distance = jnp.arange(masked.shape[1])[None, :] - jnp.argmax(masked, axis=1)[:, None]
+    return jnp.where(masked, entropies + distance_penalty[:, None] * distance, jnp.inf)
 
-    The adjusted entropy (Eq. 11) is H + lambda * d, d the number of slots right of the leftmost mask. Ties go left.
+
+def each_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Array) -> jax.Array:
+    """Algorithm 1: every mask whose adjusted entropy lies strictly below tau."""
+    return masked & (adjusted < entropy_threshold[:, None])
+
+
+def sum_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Array) -> jax.Array:
+    """The most certain masks, as many as their adjusted entropies together stay strictly below tau.
+
+    The sum bounds the entropy of all of them jointly, so a wide window does not make tau looser. Ties go left.
+    """
+    order = jnp.argsort(adjusted, axis=1, stable=True)
+    total = jnp.cumsum(jnp.take_along_axis(adjusted, order, axis=1), axis=1)
+    within = total < entropy_threshold[:, None]
+    return masked & jnp.take_along_axis(within, jnp.argsort(order, axis=1), axis=1)
+
+
+def run_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Array) -> jax.Array:
+    """From the leftmost mask to the right, up to the first whose adjusted entropy is not strictly below tau.
+
+    For verified decoding: a draft behind a gap is not checked before the gap is filled, and until then it misleads others.
+    """
+    goes_on = ~masked | (adjusted < entropy_threshold[:, None])
+    return masked & jnp.cumprod(goes_on, axis=1).astype(bool)
+
+
+RULES = {"each": each_below, "sum": sum_below, "run": run_below}
+
+
+def passing(
+    entropies: jax.Array,
+    masked: jax.Array,
+    entropy_threshold: jax.Array,
+    distance_penalty: jax.Array,
+    rule: jax.Array | None = None,
+) -> jax.Array:
+    """What the rule of each row fills: bool [B, T]. Arguments as in `select_by_entropy`."""
+    adjusted = adjusted_entropy(entropies, masked, distance_penalty)
+    if rule is None:
+        return each_below(adjusted, masked, entropy_threshold)
+    by_rule = jnp.stack([select(adjusted, masked, entropy_threshold) for select in RULES.values()])
+    return jnp.take_along_axis(by_rule, rule[None, :, None], axis=0)[0]
+
+
+def select_by_entropy(
+    entropies: jax.Array,
+    masked: jax.Array,
+    entropy_threshold: jax.Array,
+    distance_penalty: jax.Array,
+    rule: jax.Array | None = None,
+) -> jax.Array:
+    """What the rule fills, or else the mask with the smallest adjusted entropy. Ties go left.
 
     Args:
       entropies: float [B, T] in nats, read at masks only.
       masked: bool [B, T].
       entropy_threshold: tau [B]; -inf fills exactly one, inf all.
       distance_penalty: lambda [B].
+      rule: int [B], an index into RULES; None: Algorithm 1's, every mask below tau.
 
     Returns:
       bool [B, T], a subset of `masked`; empty only where `masked` is.
     """
     chex.assert_equal_shape([entropies, masked])
-    slots = jnp.arange(masked.shape[1])[None, :]
-    distance = slots - jnp.argmax(masked, axis=1)[:, None]
-    adjusted = jnp.where(masked, entropies + distance_penalty[:, None] * distance, jnp.inf)
-    below = masked & (adjusted < entropy_threshold[:, None])
-    return _or_else(below, masked, jnp.argmin(adjusted, axis=1))
+    chosen = passing(entropies, masked, entropy_threshold, distance_penalty, rule)
+    adjusted = adjusted_entropy(entropies, masked, distance_penalty)
+    return _or_else(chosen, masked, jnp.argmin(adjusted, axis=1))
 
 
-def select_by_confidence(
-    confidences: jax.Array, masked: jax.Array, confidence_threshold: jax.Array
+def select_drafts(
+    entropies: jax.Array,
+    masked: jax.Array,
+    entropy_threshold: jax.Array,
+    distance_penalty: jax.Array,
+    rule: jax.Array,
 ) -> jax.Array:
+    """What the rule fills, or else the leftmost mask: the only draft that the next forward is sure to check."""
+    chosen = passing(entropies, masked, entropy_threshold, distance_penalty, rule)
+    return _or_else(chosen, masked, jnp.argmax(masked, axis=1))
+
+
+def select_by_confidence(confidences: jax.Array, masked: jax.Array, confidence_threshold: jax.Array) -> jax.Array:
     """Every mask at least as confident as the threshold, or else the most confident one. Ties go left.
 
     Args:

@@ -12,8 +12,8 @@ FinishReason = Literal["stop", "length", "cancelled"]  # only an engine cancels
 class Stats:
     """Counters of one row.
 
-    Streaming and block-wise prefill the whole prompt; AR and verified hold its last token back for the first forward, so
-    that AR is exactly 1 in both ratios. Streaming feeds every token at least twice, as a mask and as itself, so its
+    Streaming and block-wise prefill the whole prompt; AR, verified and lookup hold its last token back for the first forward,
+    so that AR is exactly 1 in both ratios. Streaming feeds every token at least twice, as a mask and as itself, so its
     p_cache stays at or below 1/2.
     """
 
@@ -43,4 +43,10 @@ class Completion:
     finish_reason: FinishReason
     stats: Stats
     text: str | None = None  # without the stop id or stop string; None without a tokenizer
+    log_probs: list[float] | None = (
+        None  # of the ids by the AR model in nats, unfiltered, at temperature 1; of AR, verified, lookup
+    )
+    acceptance: list[tuple[int, int]] | None = (
+        None  # verified, lookup: by slots from the newest token: drafts checked, agreed
+    )
     trace: list[dict[str, Any]] | None = None  # one entry a forward, where asked for: see decode/trace.py

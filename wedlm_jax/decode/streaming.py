@@ -39,7 +39,9 @@ def streaming_step(
     state, kept = emit(state, settings, state.window, lead)
 
     masked = masks & state.running[:, None]
-    filling = select_by_entropy(reading.scores, masked, settings.entropy_threshold, settings.distance_penalty)
+    filling = select_by_entropy(
+        reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
+    )
     record = recorded(before, fed, reading, filling, kept)
     window = jnp.where(filling, reading.tokens, state.window)
     state = dataclasses.replace(state, window=window, filled=state.filled | filling)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.drafting import select_drafts
-from wedlm_jax.decode.selection import entropy
+from wedlm_jax.decode.selection import entropy, select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
 from wedlm_jax.decode.window import half_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
@@ -51,7 +50,9 @@ def verified_step(
     pending = slots == accepted[:, None]
     behind = (slots > accepted[:, None]) & (slots < (accepted + settings.window_size)[:, None])
     masked = masks & behind & state.running[:, None]
-    filling = select_drafts(reading.scores, masked, settings)
+    filling = select_drafts(
+        reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
+    )
     record = recorded(before, fed, reading, filling, kept)
     state = dataclasses.replace(
         state,

@@ -31,7 +31,6 @@ class Reading:
     log_probs: jax.Array  # float32: of that token in nats, by the model's own logits (no filter, temperature 1)
     scores: jax.Array  # float32: the decoder's score
 
-
     @classmethod
     def zeros(cls, rows: int, slots: int) -> Reading:
         shape = (rows, slots)

@@ -47,6 +47,9 @@ class Generate:
     """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
+    details: bool = False
+    """Also give the AR log-probability of every token (nats) and, of verified and lookup, how many drafts were checked and
+    agreed with AR, by their distance in slots."""
     batch_size: int = 16
     """Prompts decoded at once."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -69,15 +72,17 @@ def generate(args: Generate) -> None:
     if args.trace is not None:
         write_jsonl(args.trace, trace_lines(completions))
     if args.output is not None:
-        write_jsonl(args.output, map(as_line, completions))
+        write_jsonl(args.output, (as_line(c, args.details) for c in completions))
     elif args.input is not None:
         for completion in completions:
-            print(json.dumps(as_line(completion), ensure_ascii=False))
+            print(json.dumps(as_line(completion, args.details), ensure_ascii=False))
     else:
         (completion,) = completions
         print(completion.ids if completion.text is None else completion.text)
         stats = ", ".join(f"{name} {value:.4g}" for name, value in completion.stats.as_dict().items())
         print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
+        if args.details:
+            print("\n".join(detail_lines(completion)), file=sys.stderr)
 
 
 def _check_flags(args: Generate) -> None:
@@ -152,12 +157,24 @@ def _is_ids(value: Any) -> bool:
 _IS_KIND = {"prompt": lambda value: isinstance(value, str), "messages": _is_messages, "prompt_ids": _is_ids}
 
 
-def as_line(completion: Completion) -> dict[str, Any]:
-    """What is written for a completion: `text` only where there is a tokenizer."""
+def as_line(completion: Completion, details: bool = False) -> dict[str, Any]:
+    """What is written for a completion: `text` only where there is a tokenizer, details where the decoder has them."""
     text = {} if completion.text is None else {"text": completion.text}
+    found = {"log_probs": completion.log_probs, "acceptance": completion.acceptance} if details else {}
     return {
-        "ids": completion.ids, **text, "finish_reason": completion.finish_reason, "stats": completion.stats.as_dict()
+        "ids": completion.ids, **text, "finish_reason": completion.finish_reason, "stats": completion.stats.as_dict(),
+        **{name: value for name, value in found.items() if value is not None},
     }  # fmt: skip
+
+
+def detail_lines(completion: Completion) -> Iterable[str]:
+    """For the terminal: the details that the decoder has."""
+    if completion.log_probs is None:
+        yield "no details: this decoder does not read the AR chain"
+    else:
+        yield "AR log-probabilities in nats: " + " ".join(f"{x:.3f}" for x in completion.log_probs)
+    for distance, (checked, agreed) in enumerate(completion.acceptance or (), 1):
+        yield f"drafts {distance} slots ahead: {agreed} of {checked} agreed with AR"
 
 
 def trace_lines(completions: Iterable[Completion]) -> Iterable[dict[str, Any]]:

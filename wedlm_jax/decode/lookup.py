@@ -1,0 +1,78 @@
+"""Prompt lookup: drafts copied from behind an earlier place of the same tokens, checked as in verified decoding.
+
+The baseline that needs no training and no masks (Saxena, Prompt Lookup Decoding, 2023; "n-gram" speculation in vLLM).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.decode.chain import check_drafts
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.state import DecodeState, StepRecord, advance
+from wedlm_jax.decode.window import SMALLEST_WIDTH, recorded, window_forward
+from wedlm_jax.model.transformer import Transformer
+
+LONGEST_NGRAM = 3
+
+
+def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSettings) -> tuple[DecodeState, StepRecord]:
+    """Feeds the pending token and the drafts behind it, emits what the AR chain agrees with and its next token, and drafts
+    anew. Where nothing is found the next forward feeds one token, like AR."""
+    C = state.window.shape[1]
+    lead = state.leading_run()
+    before = state
+    widths = (*(w for w in (1, C // 2) if w == 1 < C or w >= SMALLEST_WIDTH), C)
+    state, reading = window_forward(
+        transformer, state, settings, lead, state.slots < lead[:, None], widths=widths, most_read=C
+    )
+    state, kept, _, next_token = check_drafts(state, settings, reading, lead)
+    state = advance(state, kept)
+
+    history, length = _history(state)
+    drafts, count = find_drafts(history, length, settings.window_size - 1, slots=C - 1)
+    window = jnp.concatenate([next_token[:, None], drafts], axis=1)
+    filled = state.slots <= count[:, None]
+    record = recorded(before, lead, reading, jnp.zeros_like(filled), kept)
+    return dataclasses.replace(state, window=window, filled=filled), record
+
+
+def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int) -> tuple[jax.Array, jax.Array]:
+    """What followed the last tokens of a history where they came before: the longest match of 3, 2 or 1 tokens, of these
+    the latest.
+
+    Args:
+      history: int32 [B, S], tokens by position; `length` int32 [B] of them count, at least 1.
+      most: int32 [B], drafts wanted at most.
+      slots: drafts returned, padded.
+
+    Returns:
+      drafts int32 [B, slots] and how many of them count [B]; 0 where no earlier token is the last one.
+    """
+    S = history.shape[1]
+    ends = jnp.arange(S)[None, :]  # a match ends before `end`, its continuation begins there
+    matched = jnp.zeros(history.shape, jnp.int32)
+    still = ends < length[:, None]
+    for back in range(1, LONGEST_NGRAM + 1):
+        token = jnp.take_along_axis(history, jnp.maximum(length - back, 0)[:, None], axis=1)
+        still = still & (ends >= back) & (jnp.roll(history, back, axis=1) == token)
+        matched = matched + still
+    best = jnp.argmax(matched * S + ends * (matched > 0), axis=1)
+    found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
+    source = best[:, None] + jnp.arange(slots)[None, :]
+    drafts = jnp.take_along_axis(history, jnp.minimum(source, S - 1), axis=1)
+    return drafts, jnp.where(found, jnp.minimum(most, length - best), 0)
+
+
+def _history(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+    """Prompt and output by position, int32 [B, P + O], and how long it is; the pending token is its last."""
+    length = state.length + 1
+    prompt_length = (length - state.generated)[:, None]
+    positions = jnp.arange(state.prompt.shape[1] + state.output.shape[1])[None, :]
+    rows = jnp.arange(length.shape[0])[:, None]
+    prompt = state.prompt[rows, jnp.minimum(positions, state.prompt.shape[1] - 1)]
+    output = state.output[rows, jnp.clip(positions - prompt_length, 0, state.output.shape[1] - 1)]
+    return jnp.where(positions < prompt_length, prompt, output), length
