@@ -86,15 +86,48 @@ def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call,
     assert "generated_tokens 5" in shown.err and "p_cache 1," in shown.err
 
 
+def test_details_are_given_on_request(call, directory, tmp_path, capsys):
+    source, target = write(tmp_path / "in.jsonl", LINES[0]), tmp_path / "out.jsonl"
+    flags = ("--decoder", "verified", "--max-new-tokens", 6, "--window-size", 4, "--details")
+    call("--input", source, "--output", target, *flags)
+    config = DecodeConfig("verified", max_new_tokens=6, window_size=4)
+    (expected,) = generate(load(directory), [next(iter(LINES[0].values()))], config)
+    (line,) = read(target)
+    assert line["log_probs"] == expected.log_probs
+    assert line["acceptance"] == [list(pair) for pair in expected.acceptance]
+    call("--prompt", "Q: Count", *flags)
+    assert "AR log-probabilities in nats: -" in capsys.readouterr().err
+    call("--prompt", "Q: Count", *flags, "--decoder", "blockwise", "--block-size", 4)
+    assert "this decoder does not read the AR chain" in capsys.readouterr().err
+
+
 def test_every_decode_setting_is_a_flag(call, monkeypatch):
     seen = []
     monkeypatch.setattr(command, "generate", seen.append)
     call("--prompt", "x", "--decoder", "blockwise", "--window-size", 8, "--entropy-threshold", "inf",
-         "--distance-penalty", 0.5, "--refill", "paper", "--block-size", 4, "--confidence-threshold", 0,
+         "--distance-penalty", 0.5, "--fill-rule", "sum", "--verify", "none",
+         "--refill", "paper", "--block-size", 4, "--confidence-threshold", 0,
          "--max-new-tokens", 7, "--temperature", 0.5, "--top-k", 3, "--top-p", 0.9, "--stop-ids", 1, 2,
          "--stop", "\n\n", "END", "--mask-token-id", 3, "--no-ban-mask", "--seed", 9)  # fmt: skip
     assert seen[0].decode == DecodeConfig(
-        "blockwise", 8, float("inf"), 0.5, "paper", 4, 0.0, 7, 0.5, 3, 0.9, (1, 2), ("\n\n", "END"), 3, False, 9
+        "blockwise",
+        8,
+        float("inf"),
+        0.5,
+        "sum",
+        "none",
+        "paper",
+        4,
+        0.0,
+        7,
+        0.5,
+        3,
+        0.9,
+        (1, 2),
+        ("\n\n", "END"),
+        3,
+        False,
+        9,
     )
     call("--prompt", "none", "--entropy-threshold", "none")
     assert seen[1].decode == DecodeConfig(entropy_threshold=None) and seen[1].prompt == "none"

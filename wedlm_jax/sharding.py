@@ -140,6 +140,29 @@ def attend_over_mesh(
     return on_devices(q_BTNH, k_BSKH, v_BSKH, rows)
 
 
+def over_mesh(
+    function: Callable[..., Any],
+    in_axes: Sequence[tuple[str | None, ...]],
+    out_axes: Sequence[tuple[str | None, ...]],
+    *arrays: jax.Array,
+) -> Any:
+    """`function(*arrays)`, by each device on its own part of every array; outside `on_mesh`, `function` itself.
+
+    Args:
+      function: of one device; what it does needs nothing of the other devices.
+      in_axes, out_axes: the names of the axes of its arguments and of its results. A name stands for one size everywhere.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return function(*arrays)
+    sizes = {
+        name: size for names, x in zip(in_axes, arrays, strict=True) for name, size in zip(names, x.shape, strict=True)
+    }
+    in_specs = tuple(_spec(mesh.shape, names, x.shape) for names, x in zip(in_axes, arrays, strict=True))
+    out_specs = tuple(_spec(mesh.shape, names, [sizes[name] for name in names]) for names in out_axes)
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
+
+
 def axes_over(axis: str, size: int) -> tuple[str, ...]:
     """The axes of the mesh, where they are of more than one device, that an axis of this size is cut over inside `on_mesh`."""
     mesh = jax.sharding.get_abstract_mesh().shape

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wedlm_jax import DecodeConfig, generate
+from wedlm_jax import Completion, DecodeConfig, generate
 
 from ..conftest import examples
 from ..reference.decoding import Row, decode
@@ -70,6 +70,13 @@ def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig]) -
     return rows
 
 
+def check_equals_autoregressive(row: Row, ours: Completion) -> None:
+    """At any temperature and with any drafts, by the same noise."""
+    alone = decode(row.model, row.prompt, dataclasses.replace(row.config, decoder="ar"), row.noise)
+    if alone.margin >= TIE:
+        assert (ours.ids, ours.finish_reason) == (alone.emitted, alone.finish)
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_decoding_equals_the_list_based_reference(loop):
     compared, discarded, several_a_forward = 0, 0, 0
@@ -88,6 +95,8 @@ def test_decoding_equals_the_list_based_reference(loop):
             assert ours.finish_reason == row.finish
             assert ours.stats.forwards == row.forwards
             assert ours.stats.tokens_processed == row.processed
+            if row.config.decoder in ("verified", "lookup"):
+                check_equals_autoregressive(row, ours)
             compared += 1
             several_a_forward += row.forwards < len(row.emitted)
 

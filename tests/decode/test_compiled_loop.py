@@ -15,8 +15,9 @@ from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import loop as decode_loop
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
+from wedlm_jax.decode.window import half_widths
 
-from .models import LOOPS, MASK, config_of, reciting_model, split, tiny_model
+from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
@@ -77,8 +78,8 @@ def test_a_second_call_compiles_nothing_at_all(caplog):
 
 
 @functools.cache
-def arguments(name: str) -> tuple:
-    config = dataclasses.replace(config_of(name, temperature=0.5), mask_token_id=MASK)
+def arguments(name: str, window_size: int = 4) -> tuple:
+    config = dataclasses.replace(config_of(name, temperature=0.5, window_size=window_size), mask_token_id=MASK)
     graph, params = split(tiny_model())
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
     shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
@@ -119,8 +120,42 @@ def test_the_state_is_given_up_to_the_loop():
     assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= len(jax.tree.leaves(positional[2]))
 
 
+def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
+    return re.findall(rf"f32\[{','.join(map(str, shape))}\]\S* copy\(.*", text)
+
+
+def test_a_step_writes_the_cache_in_place_at_every_width():
+    """No copy of the cache in the compiled loop, though the step chooses between three widths."""
+    positional = arguments("verified", window_size=8)
+    assert half_widths(positional[2].window.shape[1]) == (8, 12, 16)
+    text = decode_loop.run.lower(*positional).compile().as_text()
+    shape = positional[2].cache.k.shape
+    assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
+    assert copies_of(shape, text) == []
+
+
+def test_a_copied_cache_would_be_seen():
+    """`lax.switch` over what writes it is what copies it."""
+    shape = (2, 3, 5)
+
+    def loop(x):
+        write = [lambda x: x.at[0].add(1.0), lambda x: x.at[1].multiply(2.0)]
+        return jax.lax.fori_loop(0, 4, lambda i, x: jax.lax.switch(i % 2, write, x), x)
+
+    text = jax.jit(loop, donate_argnums=0).lower(jnp.ones(shape)).compile().as_text()
+    assert copies_of(shape, text)
+
+
+def test_the_forward_is_as_wide_as_what_is_fed():
+    """The same window by three widths: a program for each, none below SMALLEST_WIDTH, and the whole window at last."""
+    assert [half_widths(slots) for slots in (2, 8, 16, 32)] == [(2,), (8,), (8, 12, 16), (16, 24, 32)]
+    text = decode_loop.run.lower(*arguments("verified", window_size=8)).as_text()
+    assert all(f"tensor<3x{width}x{TINY.hidden_size}xf32>" in text for width in (8, 12, 16))
+
+
 def test_sizes_fall_into_buckets():
     assert [DecodeConfig(window_size=w).slots for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
     assert [DecodeConfig(window_size=w, refill="paper").slots for w in (1, 3, 16)] == [1, 4, 16]
     assert DecodeConfig(decoder="blockwise", block_size=5).slots == 16
     assert DecodeConfig(decoder="ar", window_size=16).slots == 1
+    assert DecodeConfig(decoder="lookup", window_size=16).slots == 16

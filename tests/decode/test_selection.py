@@ -12,7 +12,7 @@ import pytest
 from wedlm_jax import DecodeConfig
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.sampling import filter_logits, sample
-from wedlm_jax.decode.selection import entropy, select_by_confidence, select_by_entropy
+from wedlm_jax.decode.selection import RULES, entropy, select_by_confidence, select_by_entropy, select_drafts
 
 from .oracle import sampler_units
 
@@ -106,6 +106,27 @@ def test_temperatures_close_to_zero_are_greedy_and_only_the_banned_mask_id_is_ne
     assert set(banned) == {3}
     assert 1 not in banned_at_1
     assert 1 in free
+
+
+def test_rules_for_slots_that_are_filled_together():
+    """By hand: entropies 0.3, 0.5, 0.1, 0.2 at the masks, and a slot between them that is filled."""
+    adjusted = jnp.asarray([[0.3, jnp.inf, 0.5, 0.1, 0.2]])
+    masked = jnp.isfinite(adjusted)
+
+    def filled(rule: str, tau: float) -> list[int]:
+        return np.flatnonzero(RULES[rule](adjusted, masked, jnp.asarray([tau]))[0]).tolist()
+
+    assert [filled("each", tau) for tau in (0.1, 0.25, 0.5, 0.6)] == [[], [3, 4], [0, 3, 4], [0, 2, 3, 4]]
+    assert [filled("sum", tau) for tau in (0.1, 0.35, 0.5, 0.65, 1.2)] == [[], [3, 4], [3, 4], [0, 3, 4], [0, 2, 3, 4]]
+    assert [filled("run", tau) for tau in (0.2, 0.4, 0.6)] == [[], [0], [0, 2, 3, 4]]
+    for rule in RULES:
+        assert filled(rule, float("inf")) == [0, 2, 3, 4] and filled(rule, -float("inf")) == []
+
+
+def test_drafts_go_left_where_none_passes():
+    masked = jnp.asarray([[False, True, True], [False] * 3])
+    chosen = select_drafts(jnp.asarray([[0.0, 3.0, 2.0]] * 2), masked, jnp.ones(2), jnp.zeros(2), jnp.zeros(2, int))
+    assert chosen.tolist() == [[False, True, False], [False] * 3]
 
 
 def test_selection_reads_masks_only_and_always_takes_one():

@@ -25,6 +25,7 @@ class Row:
     model: ReferenceTransformer
     config: object  # has the fields of DecodeConfig, with stop_ids and mask_token_id resolved
     noise: Callable[[int], np.ndarray]  # absolute position -> Gumbel noise [V]
+    prompt: list[int]
     context: list[int]  # tokens before the window
     emitted: list[int] = dataclasses.field(default_factory=list)
     finish: str | None = None
@@ -135,7 +136,7 @@ def decode(model: ReferenceTransformer, prompt: list[int], config, noise: Callab
         "blockwise": blockwise,
         "ar": autoregressive,
     }
-    row = Row(model, config, noise, list(prompt))
+    row = Row(model, config, noise, prompt, list(prompt))
     decoders[config.decoder](row)
     return row
 
@@ -229,10 +230,10 @@ def lookup(row: Row) -> None:
             return
         row.context += window[: len(chain)]
         history += chain
-        window = [chain[-1], *_continuation(history)[: row.config.window_size - 1]]
+        window = [chain[-1], *continuation(history)[: row.config.window_size - 1]]
 
 
-def _continuation(history: list[int]) -> list[int]:
+def continuation(history: list[int]) -> list[int]:
     for n in (3, 2, 1):
         for end in range(len(history) - 1, n - 1, -1):
             if history[end - n : end] == history[-n:]:

@@ -18,6 +18,8 @@ Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]
 Refill = Literal["eager", "paper"]
 Verify = Literal["none", "fallback"]
 FillRule = Literal["auto", "each", "sum", "run"]
+PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
+DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
@@ -28,7 +30,9 @@ class DecodeConfig:
 
     decoder: Decoder = "streaming"
     window_size: int = 16  # W: masks in play (streaming, verified); at most W - 1 drafts (lookup)
-    entropy_threshold: float | None = 0.4  # tau in nats: fill what lies below; None = one a step, inf = all
+    entropy_threshold: float | Literal["auto"] | None = (
+        "auto"  # tau in nats: fill what lies below; None = one a step, inf = all
+    )
     distance_penalty: float = 0.02  # lambda in nats per slot right of the leftmost mask (Eq. 11)
     fill_rule: FillRule = (
         "auto"  # masks below tau: "each", "sum" (all together) or "run" (from the left); auto: verified run
@@ -66,10 +70,9 @@ class DecodeConfig:
         for name in ("distance_penalty", "temperature"):
             if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)}: must be a finite number of at least 0")
-        if self.entropy_threshold is not None and not _number(self, "entropy_threshold") >= 0:
-            raise UserError(
-                f"entropy_threshold={self.entropy_threshold}: must be at least 0, inf, or None for one a step"
-            )
+        tau = self.entropy_threshold
+        if tau is not None and tau != "auto" and not _number(self, "entropy_threshold") >= 0:
+            raise UserError(f"entropy_threshold={tau}: must be at least 0, inf, auto, or None for one a step")
         if not 0 <= _number(self, "confidence_threshold") <= 1:
             raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
         if not 0 < _number(self, "top_p") <= 1:
@@ -101,6 +104,13 @@ class DecodeConfig:
     def reads_chain(self) -> bool:
         """Whether every emitted token is one of the AR chain."""
         return self.decoder in ("ar", "verified", "lookup")
+
+    @property
+    def tau(self) -> float:
+        """The entropy threshold as a number; -inf where one mask a step is filled."""
+        if self.entropy_threshold == "auto":
+            return DRAFT_THRESHOLD if self.decoder == "verified" else PAPER_THRESHOLD
+        return -math.inf if self.entropy_threshold is None else self.entropy_threshold
 
     @property
     def rule(self) -> int:
@@ -181,9 +191,7 @@ class RowSettings:
         keys = [jax.random.fold_in(jax.random.key(c.seed), row) for c, row in zip(configs, rows, strict=True)]
         return cls(
             window_size=column("window_size", "int32"),
-            entropy_threshold=jnp.asarray(
-                [-math.inf if c.entropy_threshold is None else c.entropy_threshold for c in configs], "float32"
-            ),
+            entropy_threshold=column("tau", "float32"),
             distance_penalty=column("distance_penalty", "float32"),
             rule=column("rule", "int32"),
             block_size=column("block_size", "int32"),

@@ -121,7 +121,7 @@ class _Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         graph, self.params = nnx.split(model.transformer)
-        self.program = Program.of(graph, config)
+        self.program = Program.of(graph, config, model.mesh)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -135,6 +135,7 @@ class _Batch:
             slots=config.slots,
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
+            mesh=model.mesh,
         )
 
     def run(self) -> DecodeState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Generator
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from wedlm_jax.decode.autoregressive import autoregressive_step
 from wedlm_jax.decode.blockwise import blockwise_step
@@ -20,6 +22,7 @@ from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.decode.streaming import streaming_step
 from wedlm_jax.decode.verified import verified_step
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.sharding import on_mesh
 
 
 class Program(NamedTuple):
@@ -29,15 +32,22 @@ class Program(NamedTuple):
     decoder: Decoder
     refill: Refill
     verify: Verify = "none"
+    mesh: Mesh | None = None  # whose devices share the work, each with its rows of the batch and its heads
 
     @classmethod
-    def of(cls, graph: nnx.GraphDef, config: DecodeConfig) -> Program:
-        return cls(graph, config.decoder, config.refill, config.verify)
+    def of(cls, graph: nnx.GraphDef, config: DecodeConfig, mesh: Mesh | None = None) -> Program:
+        return cls(graph, config.decoder, config.refill, config.verify, mesh)
 
     def step(
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
     ) -> tuple[DecodeState, StepRecord]:
         """One forward of every row, and what the decoder makes of it."""
+        with _on(self.mesh):
+            return self._step(transformer, state, settings)
+
+    def _step(
+        self, transformer: Transformer, state: DecodeState, settings: RowSettings
+    ) -> tuple[DecodeState, StepRecord]:
         if self.verify == "fallback":
             return fallback_step(transformer, state, settings)
         if self.decoder == "streaming":
@@ -51,7 +61,11 @@ class Program(NamedTuple):
         return other[self.decoder](transformer, state, settings)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back"))
+def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if mesh is None else on_mesh(mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back", "mesh"))
 def start(
     graph: nnx.GraphDef,
     params: nnx.State,
@@ -61,10 +75,13 @@ def start(
     slots: int,
     output_slots: int,
     holds_back: bool,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Jitted `prefill`."""
     transformer = nnx.merge(graph, params)
-    return prefill(transformer, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
+    sizes = dict(slots=slots, output_slots=output_slots)
+    with _on(mesh):
+        return prefill(transformer, prompt, prompt_length, **sizes, holds_back=holds_back)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")

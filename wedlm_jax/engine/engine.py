@@ -192,7 +192,7 @@ class Engine:
         group.admit(ticket, target, source.cached_row(number, group.slots), reused, self._admitted)
 
     def _key(self, config: DecodeConfig) -> tuple:
-        return config.decoder, config.refill, config.slots, config.stop_id_slots
+        return *config.program, config.stop_id_slots
 
     def _open(self, key: tuple, config: DecodeConfig) -> bool:
         """Takes the cache of a new group; False where that has to wait for rows that run."""

@@ -36,7 +36,7 @@ class RowGroup:
         self, graph: nnx.GraphDef, params: nnx.State, model: ModelConfig, config: DecodeConfig, rows: int, context: int
     ):
         self._params, self._graph, self._context = params, graph, context
-        self._program = Program(graph, config.decoder, config.refill)
+        self._program = Program.of(graph, config)
         self._holds_back = config.holds_back
         self.slots = cache_slots(context, config.slots)
         self._state = open_rows(

@@ -22,7 +22,7 @@ class EvaluationConfig:
     max_new_tokens: int = 64
     window_size: int = 16  # W of streaming and verified
     entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
-    verified_entropy_threshold: float = 0.4
+    verified_entropy_threshold: float = 0.7
     distance_penalty: float = 0.02
     block_size: int = 32
     confidence_threshold: float = 0.9

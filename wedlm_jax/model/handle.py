@@ -9,6 +9,8 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
@@ -27,6 +29,13 @@ class Model:
     mask_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config, else config, else tokenizer
     files: Path | None = None  # the directory that it was loaded from, whose tokenizer files an export carries along
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices that the parameters are cut over; None for a single one."""
+        sharding = jax.tree.leaves(nnx.state(self.transformer))[0].sharding
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
     def __call__(
         self,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.sharding import constrain
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +23,8 @@ class KVCache:
     @classmethod
     def zeros(cls, config: ModelConfig, batch: int, slots: int) -> KVCache:
         shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype))
+        axes = (None, "batch", None, "kv_heads", None)
+        return cls(*(constrain(jnp.zeros(shape, config.dtype), *axes) for _ in range(2)))
 
     def write(self, layer: jax.Array, start: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KVCache:
         """Writes T slots of one layer at each row's own `start` [B]; slots past the end are dropped, never clamped.

@@ -27,7 +27,7 @@ from wedlm_jax.ops.attention import (
     splash,
     target_platform,
 )
-from wedlm_jax.sharding import attend_over_mesh
+from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh
 
 # Tokens of the largest block whose scores are held as they are; a longer one (a whole document) goes by key ranges.
 DENSE_BLOCK = 128
@@ -163,9 +163,21 @@ class CachedWindow:
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, cache: KVCache, layer: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        cache = cache.write(layer, self.length, k, v)
-        end = self.length[:, None] + jnp.arange(1, q.shape[1] + 1)
-        return attend_cache(q, cache.k, cache.v, layer, end), cache
+        def write_and_attend(q, k, v, k_cache, v_cache, length, layer):
+            cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
+            end = length[:, None] + jnp.arange(1, q.shape[1] + 1)
+            return attend_cache(q, cache.k, cache.v, layer, end), cache.k, cache.v
+
+        # Every device has its rows and heads of the cache. Where the tensor axis does not divide the kv heads, it has them all.
+        heads, kv_heads = ("heads", "kv_heads") if axes_over("kv_heads", k.shape[2]) else (None, None)
+        rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", None, kv_heads, None)
+        out, *cached = over_mesh(
+            write_and_attend,
+            (("batch", None, heads, None), rows, rows, in_cache, in_cache, ("batch",), ()),
+            (("batch", None, heads, None), in_cache, in_cache),
+            *(q, k, v, cache.k, cache.v, self.length, jnp.asarray(layer)),
+        )
+        return out, KVCache(*cached)
 
     def physical_index(self, window: int) -> jax.Array:
         """int [B, T]: the cache slots that the window takes."""

@@ -1,0 +1,56 @@
+"""Decoding in bfloat16, and on several devices by the mesh rules of training."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from wedlm_jax import Model, generate
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
+from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
+
+from .models import TINY, config_of, split, tiny_model
+
+PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6], [3, 3]]
+EVEN = dataclasses.replace(TINY, vocab_size=12)  # a vocabulary that two devices can share
+
+
+def cut_over(model: Model, mesh) -> Model:
+    params = params_of(model.transformer)
+    shardings = param_shardings(mesh, param_axes(model.config), {name: x.shape for name, x in params.items()})
+    placed = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
+    return dataclasses.replace(model, transformer=transformer_from(model.config, placed))
+
+
+@pytest.mark.parametrize("loop", ["verified", "ar"])
+@pytest.mark.parametrize("sizes", [dict(data=1, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
+def test_several_devices_decode_what_one_decodes(loop, sizes):
+    """Rows are cut over data and fsdp, heads and vocabulary over tensor."""
+    config = config_of(loop, temperature=0.7, stop_ids=(5,))
+    alone = generate(tiny_model(0, EVEN), PROMPTS, config)
+    count = 2 if sizes["data"] == 1 else 8
+    shared = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(**sizes), jax.devices()[:count]))
+    assert shared.mesh is not None and shared.mesh.size == count
+    for ours, expected in zip(generate(shared, PROMPTS, config), alone, strict=True):
+        assert (ours.ids, ours.finish_reason, ours.stats) == (expected.ids, expected.finish_reason, expected.stats)
+
+
+@pytest.mark.parametrize("loop", ["verified", "streaming_eager"])
+def test_bfloat16_weights_give_a_bfloat16_cache_and_float32_decisions(loop):
+    half = dataclasses.replace(TINY, dtype="bfloat16", param_dtype="bfloat16", matmul_precision="default")
+    model = tiny_model(0, half)
+    config = dataclasses.replace(config_of(loop), mask_token_id=model.mask_token_id)
+    graph, params = split(model)
+    sizes = dict(slots=config.slots, output_slots=32, holds_back=config.holds_back)
+    state = start(graph, params, jnp.ones((3, 32), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32), **sizes)
+    state = run(Program.of(graph, config), params, state, RowSettings.from_configs([config] * 3, range(3)))
+    assert state.cache.k.dtype == state.cache.v.dtype == jnp.bfloat16
+    assert state.log_probs.dtype == jnp.float32
+    assert state.generated.tolist() == [14, 14, 14]
+    if loop == "verified":
+        assert (state.log_probs[:, :14] < 0).all()

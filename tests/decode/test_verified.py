@@ -1,0 +1,124 @@
+"""Verified decoding and lookup: the AR distribution itself, what they report of it, and where lookup's drafts come from."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode.lookup import find_drafts
+
+from ..reference.decoding import continuation
+from .models import MASK, TINY, config_of, reciting_model, reference_of, tiny_model
+
+COPIES = 2000
+PROMPT = [1, 2, 3]
+
+
+def next_probabilities(tokens: list[int], config: DecodeConfig) -> np.ndarray:
+    """What AR decoding draws behind `tokens`, by the reference model: top-k, then top-p, then temperature; no mask id."""
+    logits = reference_of(tiny_model(1)).logits(tokens, list(range(len(tokens))))[-1]
+    logits[MASK] = -np.inf
+    ranked = np.argsort(-logits)[: config.top_k]
+    p = np.exp(logits[ranked] - logits[ranked[0]])
+    kept = ranked[np.cumsum(p / p.sum()) - p / p.sum() < config.top_p]
+    weights = np.zeros(TINY.vocab_size)
+    weights[kept] = np.exp((logits[kept] - logits[kept[0]]) / config.temperature)
+    return weights / weights.sum()
+
+
+def chance(counts: dict[tuple, int], config: DecodeConfig) -> float:
+    """p-value of these counts of token triples under the AR distribution; rare triples are pooled."""
+    expected: dict[tuple, float] = {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*head, int(token)): p * q[token]
+            for head, p in expected.items()
+            for q in [next_probabilities([*PROMPT, *head], config)]
+            for token in np.flatnonzero(q)
+        }
+    common = [triple for triple, p in expected.items() if p * COPIES >= 5]
+    observed = [counts.get(triple, 0) for triple in common]
+    theory = [expected[triple] * COPIES for triple in common]
+    return chisquare([*observed, COPIES - sum(observed)], [*theory, COPIES - sum(theory)]).pvalue
+
+
+def test_sampled_sequences_follow_the_autoregressive_distribution():
+    """Not token by token but as sequences: counts of whole triples over many copies of a prompt, each with its own noise."""
+    warm = dict(temperature=0.9, top_k=5, top_p=0.95, max_new_tokens=3)
+    config = config_of("verified", entropy_threshold=float("inf"), **warm)
+    triples = {}
+    for loop in ("verified", "ar"):
+        completions = generate(tiny_model(1), [PROMPT], config_of(loop, entropy_threshold=float("inf"), **warm), COPIES)
+        triples[loop] = [tuple(c.ids) for c in completions]
+    assert triples["verified"] == triples["ar"]
+    counts = {triple: triples["verified"].count(triple) for triple in set(triples["verified"])}
+    assert chance(counts, config) > 1e-3
+    assert chance(counts, config_of("verified", **{**warm, "temperature": 1.3})) < 1e-6  # so the test can fail
+
+
+@pytest.mark.parametrize("loop", ["ar", "verified", "lookup"])
+def test_log_probabilities_are_those_of_the_autoregressive_model(loop):
+    """Unfiltered and at temperature 1, whatever the tokens were drawn with."""
+    model = reference_of(tiny_model())
+    for completion in generate(tiny_model(), [PROMPT] * 3, config_of(loop, temperature=1.3, top_k=4)):
+        tokens = PROMPT + completion.ids
+        logits = model.logits(tokens, list(range(len(tokens))))[len(PROMPT) - 1 : -1]
+        log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        np.testing.assert_allclose(
+            completion.log_probs, log_p[np.arange(len(completion.ids)), completion.ids], atol=1e-4
+        )
+
+
+def test_acceptance_accounts_for_every_token():
+    """A forward emits the drafts that agree and one token more; a draft is checked only behind one that agreed."""
+    for loop, seed in itertools.product(["verified", "lookup"], range(2)):
+        for completion in generate(tiny_model(seed), [PROMPT] * 3, config_of(loop, entropy_threshold=1.4)):
+            checked, agreed = (list(column) for column in zip(*completion.acceptance, strict=True))
+            assert completion.stats.forwards + sum(agreed) >= len(completion.ids)
+            assert completion.stats.forwards + sum(agreed[:-1]) <= len(completion.ids) + agreed[-1]
+            assert all(of >= yes for of, yes in zip(checked, agreed, strict=True))
+            assert all(later <= yes for later, yes in zip(checked[1:], agreed, strict=False))
+
+
+def test_acceptance_by_distance_of_known_drafts():
+    """Drafts that are right at every second position alone: the first is always right or always wrong, the second never."""
+    chain = [1, 2] * 6
+    model = reciting_model(chain, drafts=[1, 9] * 6, vocab_size=11, mask_token_id=MASK)
+    completion = generate(model, [[0]], config_of("verified", max_new_tokens=12, entropy_threshold=None))[0]
+    assert completion.ids == chain
+    assert completion.stats.forwards + sum(yes for _, yes in completion.acceptance) == 12
+    assert len(completion.acceptance) == 1
+
+
+def test_decoders_without_an_autoregressive_chain_report_none():
+    for loop in ("streaming_eager", "streaming_fallback", "blockwise"):
+        completion = generate(tiny_model(), [PROMPT] * 3, config_of(loop))[0]
+        assert completion.log_probs is None and completion.acceptance is None
+    assert generate(tiny_model(), [PROMPT] * 3, config_of("ar"))[0].acceptance is None
+
+
+def test_lookup_drafts_what_followed_the_longest_and_latest_match():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 20, size=200)
+    histories = rng.integers(0, 3, size=(200, 20))
+    drafts, count = jax.jit(find_drafts, static_argnames="slots")(
+        jnp.asarray(histories), jnp.asarray(lengths), jnp.full(200, 5), slots=7
+    )
+    for history, length, row, n in zip(histories.tolist(), lengths, np.asarray(drafts), np.asarray(count), strict=True):
+        assert row[:n].tolist() == continuation(history[:length])[:5]
+    assert {0, 1, 5} <= set(np.asarray(count).tolist())
+
+
+def test_lookup_needs_no_mask_id_and_copies_in_few_forwards():
+    passage = [3, 1, 4, 1, 5, 9, 2, 6]
+    model = reciting_model([*passage[1:], 0, *passage], vocab_size=11, mask_token_id=MASK)
+    model.mask_token_id = None
+    completion = generate(model, [[3]], config_of("lookup", max_new_tokens=16))[0]
+    assert completion.ids == [*passage[1:], 0, *passage]
+    assert completion.stats.forwards < 16
