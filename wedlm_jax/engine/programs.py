@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,10 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 
-
-class Progress(NamedTuple):
-    """The counters of every row after each of k steps; zeros behind the last step that was run."""
-
-    generated: jax.Array  # int32 [k, B]
-    forwards: jax.Array  # int32 [k, B]
-    processed: jax.Array  # int32 [k, B]
+COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
+Progress = dict[
+    str, jax.Array
+]  # of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run
 
 
 @functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back"))
@@ -107,13 +103,10 @@ def run_steps(
     def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
         step, state, progress = carry
         state, _ = program.step(transformer, state, settings)
-        now = Progress(state.generated, state.forwards, state.processed)
-        return step + 1, state, jax.tree.map(lambda all, one: all.at[step].set(one), progress, now)
+        return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
 
-    none = jnp.zeros((steps, state.length.shape[0]), jnp.int32)
+    none = {name: jnp.zeros((steps, *getattr(state, name).shape), jnp.int32) for name in COUNTERS}
     _, state, progress = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].running),
-        body,
-        (jnp.int32(0), state, Progress(none, none, none)),
+        lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
     )
     return state, progress

@@ -9,12 +9,12 @@ import numpy as np
 from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
-from wedlm_jax.decode.generation import bucket
+from wedlm_jax.decode.generation import bucket, verification
 from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
-from wedlm_jax.engine.programs import Progress, fill_row, open_rows, prefill_behind, run_steps, take_row
+from wedlm_jax.engine.programs import COUNTERS, Progress, fill_row, open_rows, prefill_behind, run_steps, take_row
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
@@ -110,8 +110,8 @@ class RowGroup:
 
     def collect(self) -> None:
         """Waits for the run and hands every request what it brought."""
-        without_cache = dataclasses.replace(self._state, cache=None)
-        state, progress = jax.device_get((without_cache, self._progress))
+        small = dataclasses.replace(self._state, cache=None, prompt=None)
+        state, progress = jax.device_get((small, self._progress))
         self._progress = None
         for number, row in enumerate(self.rows):
             if row.ticket is not None:
@@ -123,17 +123,18 @@ class RowGroup:
         ids = state.output[number, : state.generated[number]].tolist()
         self.rows[number].tokens = (prompt + ids)[: state.length[number]]
         window = _beyond(ticket, ids, state, number)
-        counters = state.forwards[number], state.processed[number]
         reason: FinishReason | None = {RUNNING: None, STOPPED: "stop", FULL: "length"}[int(state.finish[number])]
         # A row that has just met a stop id is read too: the string may have come before it.
         kept = ticket.stop_string_at(ids)
         if kept is not None:
             ids, reason = ids[:kept], "stop"
-            step = np.argmax(progress.generated[:, number] >= kept)  # the first that had them all
-            counters = progress.forwards[step, number], progress.processed[step, number]
+            step = np.argmax(progress["generated"][:, number] >= kept)  # the first that had them all
+            then = {name: progress[name][step] for name in COUNTERS}
+            state = dataclasses.replace(state, **then)  # type: ignore[arg-type]
         if reason is not None:
             self._free(number)
-        ticket.update(ids, window, Stats(len(ids), *map(int, counters)), reason)
+        stats = Stats(len(ids), int(state.forwards[number]), int(state.processed[number]))
+        ticket.update(ids, window, stats, verification(ticket.request.config, state, number, len(ids)), reason)
 
     def _free(self, number: int) -> None:
         self.rows[number].ticket = None

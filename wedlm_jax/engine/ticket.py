@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from wedlm_jax.decode.generation import Request, completion
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
@@ -43,6 +44,7 @@ class Ticket:
         self.completion: Completion | None = None
         self.error: UserError | None = None
         self.waits = True
+        self._verification: dict[str, Any] = {}  # fields of the completion: what the AR chain said
         self._commits: list[Commit] = []
         self._pieces = Pieces(engine.model.tokenizer, request.config)
 
@@ -98,9 +100,16 @@ class Ticket:
         stop = self.request.config.stop
         return ids_up_to_stop(self._engine.model.tokenizer, ids, stop, checked=len(self.ids)) if stop else None
 
-    def update(self, ids: list[int], window: list[int | None], stats: Stats, reason: FinishReason | None) -> None:
+    def update(
+        self,
+        ids: list[int],
+        window: list[int | None],
+        stats: Stats,
+        verification: dict[str, Any],
+        reason: FinishReason | None,
+    ) -> None:
         """Takes over what a run of steps has brought. `ids` are all that are committed."""
-        self.ids, self.window, self.stats = ids, window, stats
+        self.ids, self.window, self.stats, self._verification = ids, window, stats, verification
         if reason is not None:
             self._finish(reason)
         elif commit := self._pieces.next(ids, finished=False):
@@ -111,6 +120,7 @@ class Ticket:
 
     def _finish(self, reason: FinishReason) -> None:
         self.window = []
-        self.completion = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
+        plain = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
+        self.completion = dataclasses.replace(plain, **self._verification)
         if commit := self._pieces.next(self.ids, finished=True):
             self._commits.append(commit)
