@@ -12,8 +12,10 @@ from wedlm_jax import DecodeConfig, Engine, generate
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.errors import UserError
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
-from ..decode.models import TINY, tiny_model
+from ..decode.models import TINY, config_of, tiny_model
+from ..decode.test_precision_and_mesh import EVEN, cut_over
 from ..decode.test_stream import TEXT, reciter, settings, tokenizer
 from .models import SIZES, engine, same, talk, talker
 
@@ -92,18 +94,17 @@ def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing
 def test_the_window_shows_what_is_filled_and_what_is_not():
     """Behind the committed tokens: filled slots with their tokens, masks as None, never past max_new_tokens."""
     served = engine(talker())
-    configs = {loop: talk(loop, max_new_tokens=9) for loop in ("streaming_eager", "verified", "blockwise")}
-    seen = {loop: [] for loop in configs}
-    for loop, config in configs.items():
-        ticket = served.submit([1, 2, 3], config)
+    windows = []
+    for loop, prompt in itertools.product(("streaming_eager", "verified", "blockwise"), ([1, 2, 3], [7], [5, 9])):
+        ticket, seen = served.submit(prompt, talk(loop, max_new_tokens=13, fill_rule="each", distance_penalty=0.0)), []
         while served.step():
-            seen[loop].append((len(ticket.ids), list(ticket.window)))
+            seen.append((len(ticket.ids), list(ticket.window)))
         assert ticket.window == []
-        for (count, window), (later, _) in itertools.pairwise(seen[loop]):
-            assert len(window) <= min(4, 9 - count)
+        for (count, window), (later, _) in itertools.pairwise(seen):
+            assert len(window) <= min(4, 13 - count)
             for token, final in zip(window[: later - count], ticket.completion.ids[count:], strict=False):
                 assert loop == "verified" or token in (None, final)  # drafts alone may be rejected
-    windows = [window for loop in seen for _, window in seen[loop]]
+            windows.append(window)
     assert any(None in w[:place] for w in windows for place, token in enumerate(w) if token is not None)  # out of order
 
 
@@ -233,3 +234,20 @@ def test_a_second_wave_of_requests_compiles_nothing():
     before = compiled()
     wave(2)
     assert compiled() == before
+
+
+def test_rows_are_served_on_several_devices_as_on_one():
+    """Rows are cut over the data axis, heads and vocabulary over the tensor axis."""
+    whole, config = tiny_model(0, EVEN), config_of("verified", temperature=0.7)
+    cut = cut_over(whole, make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4]))
+    prompts = [[1, 2, 3], [1, 2, 3, 4], [6], [1, 2, 3, 5, 5]]
+    served = Engine(cut, rows=2, context=64, steps=2)
+    tickets = [served.submit(prompt, config) for prompt in prompts]
+    served.run()
+    alone = [generate(whole, [prompt], config)[0] for prompt in prompts]
+    assert all(same(ticket.completion, one) for ticket, one in zip(tickets, alone, strict=True))
+    assert (
+        tickets[1].reused_tokens == 2
+    )  # of its own prompt the first of those that it shares waits for the first forward
+    (group,) = served._groups.values()
+    assert group._state.cache.k.sharding.shard_shape(group._state.cache.k.shape)[1:4:2] == (1, 1)

@@ -28,9 +28,9 @@ def prefilled(monkeypatch):
     seen: list[int] = []
     true_prefill = rows_module.prefill_behind
 
-    def counting(graph, params, cache, tokens, start):
+    def counting(graph, params, cache, tokens, start, **options):
         seen.append(tokens.shape[1])
-        return true_prefill(graph, params, cache, tokens, start)
+        return true_prefill(graph, params, cache, tokens, start, **options)
 
     monkeypatch.setattr(rows_module, "prefill_behind", counting)
     return seen

@@ -42,7 +42,7 @@ class Program(NamedTuple):
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
     ) -> tuple[DecodeState, StepRecord]:
         """One forward of every row, and what the decoder makes of it."""
-        with _on(self.mesh):
+        with over(self.mesh):
             return self._step(transformer, state, settings)
 
     def _step(
@@ -61,7 +61,8 @@ class Program(NamedTuple):
         return other[self.decoder](transformer, state, settings)
 
 
-def _on(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    """Inside a traced function: `on_mesh`, where there is a mesh."""
     return contextlib.nullcontext() if mesh is None else on_mesh(mesh)
 
 
@@ -80,7 +81,7 @@ def start(
     """Jitted `prefill`."""
     transformer = nnx.merge(graph, params)
     sizes = dict(slots=slots, output_slots=output_slots)
-    with _on(mesh):
+    with over(mesh):
         return prefill(transformer, prompt, prompt_length, **sizes, holds_back=holds_back)
 
 

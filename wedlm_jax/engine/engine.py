@@ -208,7 +208,7 @@ class Engine:
             "taking a cache of %s: %d rows of %d slots for decoder=%s",
             in_words(size), self._num_rows, cache_slots(self.context, config.slots), config.decoder,
         )  # fmt: skip
-        self._groups[key] = RowGroup(self._graph, self._params, self.model.config, config, self._num_rows, self.context)
+        self._groups[key] = RowGroup(self.model, self._graph, self._params, config, self._num_rows, self.context)
         return True
 
     def _require_memory(self, config: DecodeConfig) -> None:

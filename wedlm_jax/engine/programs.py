@@ -11,9 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.loop import Program
+from wedlm_jax.decode.loop import Program, over
 from wedlm_jax.decode.prefill import begin
 from wedlm_jax.decode.state import STOPPED, DecodeState
 from wedlm_jax.model.config import ModelConfig
@@ -26,15 +27,26 @@ Progress = dict[
 ]  # of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back"))
+@functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back", "mesh"))
 def open_rows(
-    config: ModelConfig, *, rows: int, context: int, slots: int, cache_slots: int, holds_back: bool
+    config: ModelConfig,
+    *,
+    rows: int,
+    context: int,
+    slots: int,
+    cache_slots: int,
+    holds_back: bool,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Finished rows over a fresh cache. Prompt and output of a row have `context` places each, its window `slots`."""
-    cache = KVCache.zeros(config, rows, cache_slots)
-    prompt, length = jnp.zeros((rows, context), jnp.int32), jnp.ones(rows, jnp.int32)
-    state = begin(cache, prompt, length, slots=slots, output_slots=context, holds_back=holds_back)
-    return dataclasses.replace(state, finish=jnp.full(rows, STOPPED, jnp.int32))
+    with over(mesh):
+        cache = KVCache.zeros(config, rows, cache_slots)
+    prompt, finish = jnp.zeros((rows, context), jnp.int32), jnp.full(rows, STOPPED, jnp.int32)
+    if mesh is not None:  # no argument says which devices these are
+        finish = jax.lax.with_sharding_constraint(finish, NamedSharding(mesh, PartitionSpec()))
+    sizes = dict(slots=slots, output_slots=context)
+    state = begin(cache, prompt, jnp.ones(rows, jnp.int32), **sizes, holds_back=holds_back)
+    return dataclasses.replace(state, finish=finish)
 
 
 @functools.partial(jax.jit, static_argnames="slots")
@@ -48,14 +60,21 @@ def take_row(cache: KVCache, row: jax.Array, *, slots: int) -> KVCache:
     return jax.tree.map(take, cache)
 
 
-@functools.partial(jax.jit, static_argnames="graph", donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graph", "mesh"), donate_argnames="cache")
 def prefill_behind(
-    graph: nnx.GraphDef, params: nnx.State, cache: KVCache, tokens: jax.Array, start: jax.Array
+    graph: nnx.GraphDef,
+    params: nnx.State,
+    cache: KVCache,
+    tokens: jax.Array,
+    start: jax.Array,
+    *,
+    mesh: Mesh | None = None,
 ) -> KVCache:
     """Runs `tokens` [B, T] causally behind the `start` [B] slots that the cache already holds."""
     transformer = nnx.merge(graph, params)
     positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
-    return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(start), cache=cache)[1]
+    with over(mesh):
+        return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(start), cache=cache)[1]
 
 
 @functools.partial(jax.jit, static_argnames="holds_back", donate_argnames=("state", "settings"))

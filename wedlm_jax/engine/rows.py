@@ -16,7 +16,7 @@ from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.engine.programs import COUNTERS, Progress, fill_row, open_rows, prefill_behind, run_steps, take_row
 from wedlm_jax.engine.ticket import Ticket
-from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
 from wedlm_jax.model.kv_cache import KVCache
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one forward takes; a longer prompt takes several
@@ -33,19 +33,20 @@ class RowGroup:
     """Rows of one decoder, refill rule and window bucket. Each runs its own request with its own settings."""
 
     def __init__(
-        self, graph: nnx.GraphDef, params: nnx.State, model: ModelConfig, config: DecodeConfig, rows: int, context: int
+        self, model: Model, graph: nnx.GraphDef, params: nnx.State, config: DecodeConfig, rows: int, context: int
     ):
-        self._params, self._graph, self._context = params, graph, context
-        self._program = Program.of(graph, config)
+        self._params, self._graph, self._context, self._mesh = params, graph, context, model.mesh
+        self._program = Program.of(graph, config, model.mesh)
         self._holds_back = config.holds_back
         self.slots = cache_slots(context, config.slots)
         self._state = open_rows(
-            model,
+            model.config,
             rows=rows,
             context=context,
             slots=config.slots,
             cache_slots=self.slots,
             holds_back=config.holds_back,
+            mesh=model.mesh,
         )
         self._settings = RowSettings.from_configs([config] * rows, [0] * rows)
         self._progress: Progress | None = None
@@ -77,7 +78,8 @@ class RowGroup:
             piece = prompt[start : min(start + PREFILL_CHUNK, cached)]
             padded = np.zeros((1, bucket(len(piece))), np.int32)
             padded[0, : len(piece)] = piece
-            cache = prefill_behind(self._graph, self._params, cache, padded, np.array([start], np.int32))
+            behind = np.array([start], np.int32)
+            cache = prefill_behind(self._graph, self._params, cache, padded, behind, mesh=self._mesh)
         whole = np.zeros((1, self._context), np.int32)
         whole[0, : len(prompt)] = prompt
         self._state, self._settings = fill_row(
