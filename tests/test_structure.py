@@ -22,13 +22,13 @@ FLOORS = (
     {"sharding"},
     {"model", "diffusion", "data"},
     {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
-    {"pretrained", "engine"},
+    {"engine", "pretrained"},
     {"evals", "study"},
     {"experiment"},
     {"workdir"},
     {"__init__", "generate", "chat"},  # the public surface
     {"ahead_of_time"},
-    {"train", "evaluate", "convert", "data.__main__"},
+    {"train", "evaluate", "convert", "calibrate", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 

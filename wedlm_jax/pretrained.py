@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from wedlm_jax.decode.calibration import read_calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import Arch
 from wedlm_jax.hf.export import save_hf
@@ -34,13 +35,17 @@ def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, 
       UserError: nothing is there, it is not complete, or it holds what is not implemented.
     """
     directory = locate(path)
+    calibration = read_calibration(directory)
     if is_workdir(directory):
-        return _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
-    return load_hf(directory, dtype, mask_token_id, mesh)
+        model = _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
+    else:
+        model = load_hf(directory, dtype, mask_token_id, mesh)
+    return dataclasses.replace(model, calibration=calibration)
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
-    """Writes an HF directory that PyTorch tools load: safetensors, config.json, generation_config.json, tokenizer.
+    """Writes an HF directory that PyTorch tools load: safetensors, config.json, generation_config.json, tokenizer; and
+    decoding.json, where the model was calibrated.
 
     Args:
       arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass.
@@ -49,6 +54,8 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
       UserError: the weights do not fit `arch`, or `path` holds something that is not an earlier export of ours.
     """
     save_hf(model, path, arch)
+    if model.calibration is not None:
+        write_calibration(Path(path), model.calibration)
 
 
 def locate(path: str | Path) -> Path:

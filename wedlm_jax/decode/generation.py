@@ -92,7 +92,7 @@ def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) 
 
 
 def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
-    """Checks one prompt with its settings and resolves what the model decides: stop ids and the mask id."""
+    """Checks one prompt with its settings and resolves what the model decides: stop ids, the mask id, calibrated thresholds."""
     ids = encode_prompt(model, prompt, name)
     context = model.config.max_position_embeddings
     if len(ids) + config.max_new_tokens > context:
@@ -111,6 +111,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     if outside := [token for token in stop_ids if not 0 <= token < model.config.vocab_size]:
         raise UserError(f"stop_ids: {outside[0]} is not in the vocabulary [0, {model.config.vocab_size})")
     config = dataclasses.replace(config, stop_ids=tuple(stop_ids), mask_token_id=mask_token_id)
+    config = config if model.calibration is None else model.calibration.apply(config)
     return Request(ids, config, row)
 
 

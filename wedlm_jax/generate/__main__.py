@@ -64,6 +64,8 @@ def generate(args: Generate) -> None:
     prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
     model = pretrained.load(args.model, args.dtype)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
+    if requests[0].config.entropy_threshold != args.decode.entropy_threshold:
+        print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
     batches = [requests[i : i + args.batch_size] for i in range(0, len(requests), args.batch_size)]
     completions: list[Completion] = []
     hidden = len(batches) == 1

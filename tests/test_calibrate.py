@@ -1,0 +1,101 @@
+"""`python -m wedlm_jax.calibrate`: the fastest pair that agrees often enough is stored and used from then on."""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import DecodeConfig, calibrate, generate, load, save
+from wedlm_jax.decode.calibration import FILE, Calibration, read_calibration
+
+from .quick_compile import quick_compile  # noqa: F401  for every test of this file
+
+FLAGS = ("--max-new-tokens", "9", "--window-size", "4", "--batch-size", "8")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    lines = [{"prompt": "Anna has 3 apples."}, {"prompt_ids": [5, 6, 7]}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+@pytest.fixture
+def call(folder, monkeypatch):
+    def run(*flags):
+        names = ("--model", str(folder / "model"), "--data", str(folder / "in.jsonl"))
+        monkeypatch.setattr("sys.argv", ["calibrate", *names, *FLAGS, *flags])
+        calibrate.main()
+
+    return run
+
+
+def measured(tau, penalty, disagreement, speed):
+    return Calibration(tau, penalty, 4, 0.1, disagreement, 100, speed)
+
+
+def test_the_fastest_that_agrees_often_enough_is_chosen():
+    slow, fast, wrong = measured(0.1, 0.0, 0.0, 2.0), measured(0.4, 0.0, 0.1, 3.0), measured(0.8, 0.0, 0.11, 4.0)
+    assert calibrate.choose([slow, fast, wrong]) is fast
+    exact = measured(0.4, 0.5, 0.0, 3.0)
+    assert calibrate.choose([slow, fast, exact]) is exact  # as fast, and it agrees more
+    assert calibrate.choose([wrong]) is None
+
+
+def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys, monkeypatch):
+    call("--max-disagreement", "0.99")
+    found = read_calibration(folder / "model")
+    shown = capsys.readouterr().out
+    assert FILE in shown and found.window_size == 4 and found.max_disagreement == 0.99
+    assert found.entropy_threshold in calibrate.THRESHOLDS and found.distance_penalty in calibrate.PENALTIES
+    model = load(folder / "model")
+    assert model.calibration == found
+    left_open = DecodeConfig(max_new_tokens=9, window_size=4)
+    spelled_out = dataclasses.replace(
+        left_open, entropy_threshold=found.entropy_threshold, distance_penalty=found.distance_penalty
+    )
+    (ours,) = generate(model, ["Anna has 3 apples."], left_open)
+    assert ours == generate(tiny_model(), ["Anna has 3 apples."], spelled_out)[0]
+    save(model, folder / "again")
+    assert read_calibration(folder / "again") == found
+
+    command = __import__("importlib").import_module("wedlm_jax.generate.__main__")
+    flags = ["--model", str(folder / "model"), "--prompt", "Anna has 3 apples.", *FLAGS]
+    monkeypatch.setattr("sys.argv", ["generate", *flags])
+    command.main()
+    shown = capsys.readouterr()
+    assert shown.out == ours.text + "\n" and found.in_words() in shown.err
+    monkeypatch.setattr("sys.argv", ["generate", *flags, "--entropy-threshold", "0.4"])
+    command.main()
+    assert "calibrated" not in capsys.readouterr().err
+
+
+def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_stored(call, folder, capsys):
+    with pytest.raises(SystemExit) as exit:
+        call("--max-disagreement", "0", "--limit", "1")
+    assert exit.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("error: no tau and lambda") and "--decoder verified" in message
+    assert not (folder / "model" / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (("--max-disagreement", "1"), "--max-disagreement 1"),
+        (("--limit", "0"), "--limit 0"),
+        (("--batch-size", "0"), "--batch-size 0"),
+        (("--decoder", "verified"), "--decoder verified: calibrated is streaming"),
+        (("--temperature", "0.5"), "--temperature 0.5"),
+        (("--model", "owner/name"), "is no local directory"),
+        (("--data", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
+    ],
+)
+def test_bad_flags_are_one_line(call, capsys, flags, complaint):
+    with pytest.raises(SystemExit) as exit:
+        call(*flags)
+    assert exit.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1 and complaint in message

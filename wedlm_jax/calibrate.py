@@ -1,0 +1,148 @@
+"""Choose tau and lambda of streaming decoding by the model's own AR agreement, and store them beside the weights.
+
+python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --max-disagreement 0.005
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from wedlm_jax import pretrained
+from wedlm_jax.decode.calibration import Calibration, write_calibration
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.generation import bucket
+from wedlm_jax.decode.prompts import Prompt, encode_prompt
+from wedlm_jax.engine import Engine
+from wedlm_jax.errors import UserError, entry
+from wedlm_jax.evals.agreement import disagreements
+from wedlm_jax.flags import parse
+from wedlm_jax.generate.__main__ import read_prompts
+from wedlm_jax.model.handle import Model
+from wedlm_jax.version import __version__
+
+THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
+PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrate:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """HF directory or workdir of wedlm_jax.train; decoding.json is written there."""
+    data: Annotated[Path, tyro.conf.arg(metavar="IN.jsonl")]
+    """Prompts such as the model will get, a line each, as for wedlm_jax.generate --input."""
+    max_disagreement: float = 0.005
+    """The largest share of tokens that AR decoding of the same weights would not have chosen."""
+    limit: int = 50
+    """Prompts at most."""
+    batch_size: int = 16
+    """Requests decoded at once."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
+
+
+def calibrate(args: Calibrate, console: Console) -> Calibration:
+    """Measures every pair, shows the table, and stores the fastest pair that agrees often enough."""
+    _check_flags(args)
+    prompts = read_prompts(args.data)[: args.limit]
+    model = pretrained.load(args.model, args.dtype)
+    measured = measure(model, prompts, args, console)
+    chosen = choose(measured)
+    console.print(as_table(measured, chosen))
+    if chosen is None:
+        best = min(measured, key=lambda m: m.disagreement)
+        raise UserError(
+            f"no tau and lambda keep disagreement at or below {args.max_disagreement:g}; the least is {best.disagreement:.4f} "
+            f"at tau {best.entropy_threshold:g}, lambda {best.distance_penalty:g}: raise --max-disagreement, or use "
+            "--decoder verified, which never disagrees"
+        )
+    file = write_calibration(Path(args.model), chosen)
+    console.print(f"{file}: {chosen.in_words()}", highlight=False, soft_wrap=True)
+    return chosen
+
+
+def measure(
+    model: Model, prompts: Sequence[tuple[str, Prompt]], args: Calibrate, console: Console
+) -> list[Calibration]:
+    """One entry for every tau and lambda. All run in one engine: a prompt is prefilled once, and its row's cache used again."""
+    longest = max(len(encode_prompt(model, prompt, name)) for name, prompt in prompts)
+    context = min(bucket(longest + args.decode.max_new_tokens), model.config.max_position_embeddings)
+    engine = Engine(model, rows=args.batch_size, context=context, queue=args.batch_size)
+    pairs = list(itertools.product(THRESHOLDS, PENALTIES))
+    configs = [
+        dataclasses.replace(args.decode, entropy_threshold=tau, distance_penalty=penalty) for tau, penalty in pairs
+    ]
+    totals = {config: [0, 0, 0] for config in configs}  # tokens that differ, tokens, forwards
+    known: dict[tuple, int] = {}  # settings often give the same completion
+    for name, prompt in track(prompts, "calibrating", console=Console(stderr=True)):
+        tickets = [engine.submit(prompt, config, name=name, wait=True) for config in configs]
+        for config, ticket in zip(configs, tickets, strict=True):
+            completion, request = ticket.result(), ticket.request
+            key = (*request.prompt, -1, *completion.ids)
+            if key not in known:
+                banned = request.config.mask_token_id if request.config.ban_mask else None
+                known[key] = disagreements(model, request.prompt, completion.ids, banned)
+            for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
+                totals[config][i] += count
+    return [
+        Calibration(
+            tau, penalty, args.decode.window_size, args.max_disagreement, differ / tokens, tokens, tokens / forwards
+        )
+        for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
+    ]
+
+
+def choose(measured: Sequence[Calibration]) -> Calibration | None:
+    """The fastest (tokens per forward) that agrees often enough; of equals the one that agrees more. None: there is none."""
+    good = [m for m in measured if m.disagreement <= m.max_disagreement]
+    return max(good, key=lambda m: (m.tokens_per_forward, -m.disagreement), default=None)
+
+
+def as_table(measured: Sequence[Calibration], chosen: Calibration | None) -> Table:
+    table = Table("tau", "lambda", "not AR's, %", "tokens", "tokens per forward")
+    for m in measured:
+        cells = (f"{m.entropy_threshold:g}", f"{m.distance_penalty:g}", f"{100 * m.disagreement:.2f}", f"{m.tokens}")
+        table.add_row(*cells, f"{m.tokens_per_forward:.2f}", style="bold green" if m is chosen else None)
+    return table
+
+
+def _check_flags(args: Calibrate) -> None:
+    if not 0 <= args.max_disagreement < 1:
+        raise UserError(f"--max-disagreement {args.max_disagreement:g}: must lie in [0, 1)")
+    for flag, value in (("--limit", args.limit), ("--batch-size", args.batch_size)):
+        if value < 1:
+            raise UserError(f"{flag} {value}: must be at least 1")
+    if args.decode.decoder != "streaming":
+        raise UserError(
+            f"--decoder {args.decode.decoder}: calibrated is streaming; its tau and lambda are what is chosen"
+        )
+    if args.decode.temperature > 0:
+        raise UserError(
+            f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"
+        )
+    if not Path(args.model).is_dir():
+        raise UserError(f"--model {args.model}: is no local directory, so nothing can be stored there")
+
+
+@entry
+def main() -> None:
+    if "--version" in sys.argv[1:]:
+        print(f"wedlm_jax {__version__}")
+        return
+    args = parse(Calibrate, prog="python -m wedlm_jax.calibrate", description=__doc__, args=spell_none(sys.argv[1:]))
+    calibrate(args, Console())
+
+
+if __name__ == "__main__":
+    main()

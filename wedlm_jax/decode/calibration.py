@@ -1,0 +1,75 @@
+"""Calibration: the entropy threshold and distance penalty that were measured for one model, stored beside its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.errors import UserError, writing
+
+FILE = "decoding.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What `python -m wedlm_jax.calibrate` found for streaming decoding."""
+
+    entropy_threshold: float  # tau, nats
+    distance_penalty: float  # lambda, nats a slot
+    window_size: int  # the W that it was measured with
+    max_disagreement: float  # what was asked for
+    disagreement: float  # share of tokens that AR decoding of the same weights would not have chosen
+    tokens: int  # over how many it was measured
+    tokens_per_forward: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kinds = (int,) if field.type == "int" else (int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds) or not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{field.name}={value!r}: must be a number of at least 0")
+
+    def apply(self, config: DecodeConfig) -> DecodeConfig:
+        """`config` with tau and lambda as measured, where it is streaming's and leaves tau at auto. A distance penalty other
+        than the default stays."""
+        if config.decoder != "streaming" or config.verify != "none" or config.entropy_threshold != "auto":
+            return config
+        penalty = config.distance_penalty
+        if penalty == DecodeConfig.distance_penalty:
+            penalty = self.distance_penalty
+        return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
+
+    def in_words(self) -> str:
+        """One line for people."""
+        return (
+            f"tau {self.entropy_threshold:g}, lambda {self.distance_penalty:g} (calibrated: "
+            f"{100 * self.disagreement:.2f} % of {self.tokens} tokens are not AR's)"
+        )
+
+
+def read_calibration(directory: Path) -> Calibration | None:
+    """That of a model's directory; None where it has none.
+
+    Raises:
+      UserError: the file is not one of ours.
+    """
+    file = directory / FILE
+    if not file.is_file():
+        return None
+    try:
+        return Calibration(**json.loads(file.read_text(encoding="utf-8")))
+    except (UserError, ValueError, TypeError) as error:
+        raise UserError(
+            f"{file}: not a calibration ({error}); delete it, or write it anew with python -m wedlm_jax.calibrate"
+        ) from error
+
+
+def write_calibration(directory: Path, calibration: Calibration) -> Path:
+    """Writes the file and returns its path."""
+    file = directory / FILE
+    with writing(file):
+        file.write_text(json.dumps(dataclasses.asdict(calibration), indent=2) + "\n", encoding="utf-8")
+    return file
