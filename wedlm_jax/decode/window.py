@@ -81,10 +81,12 @@ def window_forward(
             pattern=CachedWindow(state.length),
             cache=cache,
         )
-        is_read = jnp.take_along_axis(read, order[:, :width], axis=1)
-        physical = jnp.argsort(~is_read, axis=1, stable=True)[:, :most_read]
-        slots = jnp.take_along_axis(order, physical, axis=1)
-        logits = transformer.logits(jnp.take_along_axis(hidden, physical[..., None], axis=1))
+        slots = order[:, :width]
+        if most_read < width:
+            first = jnp.argsort(~jnp.take_along_axis(read, slots, axis=1), axis=1, stable=True)[:, :most_read]
+            slots = jnp.take_along_axis(slots, first, axis=1)
+            hidden = jnp.take_along_axis(hidden, first[..., None], axis=1)
+        logits = transformer.logits(hidden)
         # What fills up a row that reads less points past the end, where a dropped write goes.
         place = jnp.where(jnp.take_along_axis(read, slots, axis=1), slots, C)
         rows = jnp.arange(B)[:, None]
