@@ -9,8 +9,8 @@ Kernels: `sm90` (Pallas Mosaic, Hopper: bfloat16 and float16) and `triton` (Pall
 The forward kernels skip tiles by both ends of the ranges. Backward, both skip the future where `causal` says that there is one
 (`sm90` masks the rest element by element, `triton` by a bool [T, S] a row), and neither skips other documents.
 
-Run in the tests: `triton`, interpreted on CPU, forward and backward, and both lowered for CUDA. Never run: `sm90` on any GPU,
-`triton` compiled on any GPU, both in bfloat16, and the speed of all.
+Run in the tests: `triton`, interpreted on CPU, forward and backward, in float32 and bfloat16, and both lowered for CUDA. Never
+run: `sm90` on any GPU, and `triton` compiled on any GPU; benchmarks/gpu.sh does both, for correctness and for speed.
 """
 
 from __future__ import annotations
