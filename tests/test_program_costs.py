@@ -60,6 +60,20 @@ def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
     }
 
 
+def test_equal_collectives_of_two_loops_or_side_by_side_count_each_though_they_share_a_channel():
+    gather = next(line for line in TEXT.splitlines() if "all-gather.1 =" in line)
+    summed = next(line for line in TEXT.splitlines() if " all-reduce(%a" in line)
+    loop = next(line for line in TEXT.splitlines() if " while(" in line)
+    other = f"%other (p: f32[4]) -> f32[4] {{\n{gather}\n}}\n\nENTRY"
+    text = TEXT.replace("ENTRY", other).replace(
+        summed, f"{summed}\n{summed}\n{loop.replace('body=%body', 'body=%other')}"
+    )
+    added = sorted(collectives(text))
+    for one in collectives(TEXT):
+        added.remove(one)
+    assert [(one.kind, one.times) for one in added] == [("all-gather", 36), ("all-reduce", 1)]
+
+
 AS_A_SUM = """HloModule example
 
 %placed (param_0.1: bf16[64,8], param_1.1: bf16[1,8], param_2.1: s32[]) -> bf16[64,8] {

@@ -23,6 +23,7 @@ _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-
 _DEFINED = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*?)\)")
 _MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert")  # the same array elsewhere
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_FUSED = re.compile(r"fusion\(.*calls=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _KERNEL_RUNS = re.compile(r"kernel_runs_(\d+)")
@@ -116,17 +117,22 @@ def collectives(text: str) -> list[Collective]:
         for line in lines.get(name, ()):
             trips = _trips(lines, line) if " while(" in line else 1
             pending += [(called, runs * trips) for called in _CALLED.findall(line)]
-    # What runs beside the products is cut into pieces that all name the same channel: they are one collective.
-    by_channel: dict[str, Collective] = {}
+    # What runs beside the products is cut into pieces, some of them fused, that name one channel: they are one collective. But
+    # equal collectives of loops of their own, or side by side in one computation, may share a channel too.
+    fused_in = {called: name for name, body in lines.items() for line in body for called in _FUSED.findall(line)}
+    found: dict[tuple[str, str, str], tuple[list[Collective], list[Collective]]] = {}
     for name, body in lines.items():
         for line in body if times[name] else ():
             if (one := _collective(line, scattered="all-reduce-scatter" in name)) is not None:
                 channel = _CHANNEL.search(line)
-                key = channel[1] if channel else f"{name}: {line}"
                 gathers = one.kind == "all-reduce" and _gathers(lines, name, line)
+                key = channel[1] if channel else f"{name}: {line}", one.kind, fused_in.get(name, name)
+                direct_and_fused = found.setdefault(key, ([], []))
                 one = one._replace(kind=GATHERING if gathers else one.kind, times=times[name])
-                by_channel[key] = max(one, by_channel.get(key, one), key=lambda x: x.times * x.traffic)
-    return list(by_channel.values())
+                direct_and_fused[name in fused_in].append(one)
+    return [
+        one for direct, fused in found.values() for one in direct or [max(fused, key=lambda x: x.times * x.traffic)]
+    ]
 
 
 def _gathers(lines: dict[str, list[str]], name: str, line: str) -> bool:

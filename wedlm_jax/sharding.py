@@ -6,7 +6,6 @@ rest (what used to be called pjit is `jax.jit` with in and out shardings).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.errors import UserError
 
@@ -98,14 +97,20 @@ def param_shardings(
 
 
 def on_mesh(mesh: Mesh) -> AbstractContextManager[None]:
-    """Entered inside a traced function: what `constrain` there means. Nothing at all on one device."""
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if mesh.size > 1 else contextlib.nullcontext()
+    """Entered inside a traced function: what `constrain` there means, and which platform is compiled for."""
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def mesh_in_force() -> AbstractMesh | None:
+    """The mesh of `on_mesh`; None outside it, and on one device, where there is nothing to cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """`x` cut as the rules say for these names of its axes; None for an axis that is whole. Outside `on_mesh`, x itself."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return x if mesh.empty else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
+    mesh = mesh_in_force()
+    return x if mesh is None else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
 
 
 def attend_over_mesh(
@@ -122,14 +127,11 @@ def attend_over_mesh(
       q_BTNH, k_BSKH, v_BSKH: queries, keys and values, N a multiple of K.
       rows: whatever else `attend` reads of each row, a tree of arrays [B, ...].
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    mesh = mesh_in_force()
+    if mesh is None:
         return attend(q_BTNH, k_BSKH, v_BSKH, rows)
     queries = _spec(mesh.shape, ("batch", None, "heads", None), q_BTNH.shape)
-    if queries[2]:
-        kv_heads = k_BSKH.shape[2]
-        repeats = math.lcm(kv_heads, mesh.shape["tensor"]) // kv_heads
-        k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BSKH, v_BSKH))
+    k_BSKH, v_BSKH = (repeat_heads(x, kv_heads_held(q_BTNH.shape[2], x.shape[2])) for x in (k_BSKH, v_BSKH))
     on_devices = jax.shard_map(
         attend,
         mesh=mesh,
@@ -152,8 +154,8 @@ def over_mesh(
       function: of one device; what it does needs nothing of the other devices.
       in_axes, out_axes: the names of the axes of its arguments and of its results. A name stands for one size everywhere.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    mesh = mesh_in_force()
+    if mesh is None:
         return function(*arrays)
     sizes = {
         name: size for names, x in zip(in_axes, arrays, strict=True) for name, size in zip(names, x.shape, strict=True)
@@ -163,11 +165,25 @@ def over_mesh(
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)
 
 
+def kv_heads_held(num_heads: int, num_kv_heads: int) -> int:
+    """Kv heads that the devices hold between them: repeated until the tensor axis divides them, where it cuts query heads."""
+    over = axes_over("heads", num_heads)
+    mesh = mesh_in_force()
+    return num_kv_heads if mesh is None else math.lcm(num_kv_heads, *(mesh.shape[name] for name in over))
+
+
+def repeat_heads(x_BTKH: jax.Array, held: int) -> jax.Array:
+    repeats = held // x_BTKH.shape[2]
+    return jnp.repeat(x_BTKH, repeats, axis=2) if repeats > 1 else x_BTKH
+
+
 def axes_over(axis: str, size: int) -> tuple[str, ...]:
     """The axes of the mesh, where they are of more than one device, that an axis of this size is cut over inside `on_mesh`."""
-    mesh = jax.sharding.get_abstract_mesh().shape
-    over = tuple(name for name in RULES.get(axis, ()) if mesh.get(name, 1) > 1)
-    return over if size % math.prod(mesh[name] for name in over) == 0 else ()
+    mesh = mesh_in_force()
+    if mesh is None:
+        return ()
+    over = tuple(name for name in RULES.get(axis, ()) if mesh.shape.get(name, 1) > 1)
+    return over if size % math.prod(mesh.shape[name] for name in over) == 0 else ()
 
 
 def _spec(mesh: Mapping[str, int], axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:

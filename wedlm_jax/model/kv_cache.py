@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.sharding import constrain
+from wedlm_jax.sharding import constrain, kv_heads_held
 
 
 @jax.tree_util.register_dataclass
@@ -22,7 +22,9 @@ class KVCache:
 
     @classmethod
     def zeros(cls, config: ModelConfig, batch: int, slots: int) -> KVCache:
-        shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+        """Inside `on_mesh`, of as many kv heads as the devices hold between them, each with its own."""
+        kv_heads = kv_heads_held(config.num_heads, config.num_kv_heads)
+        shape = (config.num_layers, batch, slots, kv_heads, config.head_dim)
         axes = (None, "batch", None, "kv_heads", None)
         return cls(*(constrain(jnp.zeros(shape, config.dtype), *axes) for _ in range(2)))
 

@@ -27,7 +27,7 @@ from wedlm_jax.ops.attention import (
     splash,
     target_platform,
 )
-from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh
+from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
 
 # Tokens of the largest block whose scores are held as they are; a longer one (a whole document) goes by key ranges.
 DENSE_BLOCK = 128
@@ -168,7 +168,8 @@ class CachedWindow:
             end = length[:, None] + jnp.arange(1, q.shape[1] + 1)
             return attend_cache(q, cache.k, cache.v, layer, end), cache.k, cache.v
 
-        # Every device has its rows and heads of the cache. Where the tensor axis does not divide the kv heads, it has them all.
+        # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
+        k, v = (repeat_heads(x, cache.k.shape[3]) for x in (k, v))
         heads, kv_heads = ("heads", "kv_heads") if axes_over("kv_heads", k.shape[2]) else (None, None)
         rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", None, kv_heads, None)
         out, *cached = over_mesh(

@@ -16,7 +16,7 @@ from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
 from wedlm_jax.ops.cross_entropy import Cut, cross_entropy
-from wedlm_jax.sharding import axes_over
+from wedlm_jax.sharding import axes_over, mesh_in_force
 
 REMAT_POLICIES = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
@@ -139,8 +139,8 @@ class Transformer(nnx.Module):
 
     def _cut(self, rows: int) -> Cut:
         """How the operands of the loss lie on the mesh in force."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
+        mesh = mesh_in_force()
+        if mesh is None:
             return Cut()
         over = axes_over("batch", rows)
         width = axes_over("embed", self.config.hidden_size)

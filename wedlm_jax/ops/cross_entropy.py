@@ -38,8 +38,8 @@ _NO_COLUMN = np.iinfo(np.int32).min
 class Cut:
     """How the operands lie on a mesh: the axes of it that T, V, and D of the head are cut over, () for whole.
 
-    Each device takes the rows and the part of the vocabulary that it holds. The head is gathered along D for it; nothing
-    else crosses the devices but sums over rows, before and after the loops.
+    Each device takes the rows and the part of the vocabulary that it holds. Along D the head is gathered, and its gradient
+    summed and cut up again, a tile at a time: neither is ever whole on a device. Else only sums over rows cross the devices.
     """
 
     mesh: AbstractMesh | None = None
@@ -101,10 +101,8 @@ def _losses(cut: Cut, precision: str | None, *operands: jax.Array) -> jax.Array:
 
 def _forward(cut: Cut, precision: str | None, *operands: jax.Array) -> tuple[jax.Array, Any]:
     def on_device(hidden_TD, head_VD, targets_T, carries_loss_T):
-        head_VD = _whole(head_VD.astype(hidden_TD.dtype), cut)
-        lse_T, picked_T = _on_platform(
-            _log_sum_exp, precision, hidden_TD, head_VD, _own_columns(targets_T, head_VD, cut), carries_loss_T
-        )
+        targets_T = _own_columns(targets_T, head_VD, cut)
+        lse_T, picked_T = _on_platform(_log_sum_exp, cut, precision, hidden_TD, head_VD, targets_T, carries_loss_T)
         if cut.vocab:
             top_T = jax.lax.pmax(lse_T, cut.vocab)
             lse_T = top_T + jnp.log(jax.lax.psum(jnp.exp(lse_T - top_T), cut.vocab))
@@ -117,16 +115,12 @@ def _forward(cut: Cut, precision: str | None, *operands: jax.Array) -> tuple[jax
 
 def _backward(cut: Cut, precision: str | None, kept: Any, d_losses_T: jax.Array) -> tuple[Any, ...]:
     def on_device(hidden_TD, head_VD, targets_T, carries_loss_T, lse_T, d_losses_T):
-        whole_VD = _whole(head_VD.astype(hidden_TD.dtype), cut)
-        targets_T = _own_columns(targets_T, whole_VD, cut)
-        rows = hidden_TD, whole_VD, targets_T, carries_loss_T, lse_T, d_losses_T
-        d_hidden_TD, d_head_VD = _on_platform(_gradients, precision, *rows)
+        rows = _own_columns(targets_T, head_VD, cut), carries_loss_T, lse_T, d_losses_T
+        d_hidden_TD, d_head_VD = _on_platform(_gradients, cut, precision, hidden_TD, head_VD, *rows)
         if cut.vocab:
             d_hidden_TD = jax.lax.psum(d_hidden_TD, cut.vocab)
         if others := tuple(axis for axis in cut.rows if axis not in cut.width):
             d_head_VD = jax.lax.psum(d_head_VD, others)
-        if cut.width:
-            d_head_VD = jax.lax.psum_scatter(d_head_VD, cut.width, scatter_dimension=1, tiled=True)
         return d_hidden_TD.astype(hidden_TD.dtype), d_head_VD.astype(head_VD.dtype)
 
     d_hidden_TD, d_head_VD = cut.run(on_device, (*kept, d_losses_T), ("hidden", "head"))
@@ -136,26 +130,26 @@ def _backward(cut: Cut, precision: str | None, kept: Any, d_losses_T: jax.Array)
 _losses.defvjp(_forward, _backward)
 
 
-def _whole(head_VD: jax.Array, cut: Cut) -> jax.Array:
-    return jax.lax.all_gather(head_VD, cut.width, axis=1, tiled=True) if cut.width else head_VD
-
-
 def _own_columns(targets_T: jax.Array, head_VD: jax.Array, cut: Cut) -> jax.Array:
     """Targets counted from the first column that this device holds; outside its columns for targets of the others."""
     return targets_T - jax.lax.axis_index(cut.vocab) * head_VD.shape[0] if cut.vocab else targets_T
 
 
-def _on_platform(function: Callable[..., Any], precision: str | None, *arrays: jax.Array) -> Any:
+def _on_platform(function: Callable[..., Any], cut: Cut, precision: str | None, *arrays: jax.Array) -> Any:
     """`function` in the tiles of the platform that is compiled for, which may be another than this one."""
     return jax.lax.platform_dependent(
         *arrays,
-        cpu=functools.partial(function, CPU_TILE, precision),
-        default=functools.partial(function, TILE, precision),
+        cpu=functools.partial(function, CPU_TILE, cut, precision),
+        default=functools.partial(function, TILE, cut, precision),
     )
+
+
+# Columns outside, rows inside: what is as large as the head, it and its gradient, is read, gathered and written once.
 
 
 def _log_sum_exp(
     tile: Tile,
+    cut: Cut,
     precision: str | None,
     hidden_TD: jax.Array,
     head_VD: jax.Array,
@@ -164,31 +158,37 @@ def _log_sum_exp(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-sum-exp of the logits, and the logit of the target (0 where it is none of these columns), of each row."""
     chunks = _Chunks.of(carries_T, tile)
+    rows = chunks.used_N, chunks.take(hidden_TD), chunks.take(targets_T)
 
-    def run(h_CD: jax.Array, target_C: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def add(state, place):
+    def add_columns(state, place):
+        w_WD, columns_W = _columns(head_VD, place, tile, hidden_TD.dtype, cut)
+
+        def run(state, h_CD, target_C):
             top_C, total_C, picked_C = state
-            w_WD, columns_W = _columns(head_VD, place, tile)
             logits_CW = _logits(h_CD, w_WD, columns_W, precision)
             new_top_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=1))
             total_C = total_C * jnp.exp(top_C - new_top_C) + jnp.sum(jnp.exp(logits_CW - new_top_C[:, None]), axis=1)
             picked_C += jnp.sum(jnp.where(columns_W == target_C[:, None], logits_CW, 0.0), axis=1)
-            return (new_top_C, total_C, picked_C), None
+            return new_top_C, total_C, picked_C
 
-        zeros_C = jnp.zeros(target_C.shape, jnp.float32)
-        (top_C, total_C, picked_C), _ = jax.lax.scan(add, (zeros_C - jnp.inf, zeros_C, zeros_C), _places(head_VD, tile))
-        return top_C + jnp.log(total_C), picked_C
+        def skip(state, *_):
+            return state
 
-    def skip(h_CD: jax.Array, target_C: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros(target_C.shape), jnp.zeros(target_C.shape)
+        def add_rows(row):
+            state, (used, *row) = row
+            return jax.lax.cond(used, run, skip, state, *row)
 
-    rows = chunks.used_N, chunks.take(hidden_TD), chunks.take(targets_T)
-    results = jax.lax.map(lambda row: jax.lax.cond(row[0], run, skip, *row[1:]), rows)
-    return chunks.in_order(results[0]), chunks.in_order(results[1])
+        return jax.lax.map(add_rows, (state, rows)), None
+
+    zeros_NC = jnp.zeros(rows[2].shape, jnp.float32)
+    start = zeros_NC - jnp.inf, zeros_NC, zeros_NC
+    (top_NC, total_NC, picked_NC), _ = jax.lax.scan(add_columns, start, _places(head_VD, tile))
+    return chunks.in_order(top_NC + jnp.log(total_NC)), chunks.in_order(picked_NC)
 
 
 def _gradients(
     tile: Tile,
+    cut: Cut,
     precision: str | None,
     hidden_TD: jax.Array,
     head_VD: jax.Array,
@@ -197,17 +197,14 @@ def _gradients(
     lse_T: jax.Array,
     d_losses_T: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of these columns with respect to hidden [T, D] and head [V, D], in float32.
-
-    Columns outside, rows inside: the gradient of the head is as large as the head, and so each part of it is written once.
-    """
+    """Gradients of these columns with respect to hidden [T, D] and to what is held of the head, in float32."""
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     chunks = _Chunks.of(carries_T, tile)
     rows = chunks.used_N, *map(chunks.take, (hidden_TD, targets_T, lse_T, d_losses_T))
 
     def add_columns(gradients, place):
         d_hidden_NCD, d_head_VD = gradients
-        w_WD, columns_W = _columns(head_VD, place, tile)
+        w_WD, columns_W = _columns(head_VD, place, tile, hidden_TD.dtype, cut)
 
         def run(d_w_WD, h_CD, target_C, lse_C, d_loss_C):
             softmax_CW = jnp.exp(_logits(h_CD, w_WD, columns_W, precision) - lse_C[:, None])
@@ -221,8 +218,10 @@ def _gradients(
         def add_rows(d_w_WD, row):
             return jax.lax.cond(row[0], run, skip, d_w_WD, *row[1:])
 
-        before_WD = jax.lax.dynamic_slice_in_dim(d_head_VD, place[0], w_WD.shape[0])
-        d_w_WD, added_NCD = jax.lax.scan(add_rows, before_WD, rows)
+        d_w_WD, added_NCD = jax.lax.scan(add_rows, jnp.zeros(w_WD.shape, jnp.float32), rows)
+        if cut.width:
+            d_w_WD = jax.lax.psum_scatter(d_w_WD, cut.width, scatter_dimension=1, tiled=True)
+        d_w_WD += jax.lax.dynamic_slice_in_dim(d_head_VD, place[0], d_w_WD.shape[0])
         return (
             d_hidden_NCD + added_NCD,
             jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_w_WD, place[0], axis=0),
@@ -274,14 +273,18 @@ def _width(head_VD: jax.Array, tile: Tile) -> int:
     return min(V, -(-V // (tiles * LANES)) * LANES)
 
 
-def _columns(head_VD: jax.Array, place: tuple[jax.Array, jax.Array], tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """A tile of the head [W, D] and the numbers of its columns [W]; no number for those that the tile before it has too."""
+def _columns(
+    head_VD: jax.Array, place: tuple[jax.Array, jax.Array], tile: Tile, dtype: Any, cut: Cut
+) -> tuple[jax.Array, jax.Array]:
+    """A tile of the head [W, D], whole along D and in the dtype of the products, and the numbers of its columns [W]; no number
+    for those that the tile before it has too."""
     start, fresh = place
     V, W = head_VD.shape[0], _width(head_VD, tile)
     columns_W = start + jnp.arange(W, dtype=jnp.int32)
     if V % W:
         columns_W = jnp.where(columns_W >= fresh, columns_W, _NO_COLUMN)
-    return jax.lax.dynamic_slice_in_dim(head_VD, start, W), columns_W
+    w_WD = jax.lax.dynamic_slice_in_dim(head_VD, start, W).astype(dtype)
+    return (jax.lax.all_gather(w_WD, cut.width, axis=1, tiled=True) if cut.width else w_WD), columns_W
 
 
 def _logits(h_CD: jax.Array, w_WD: jax.Array, columns_W: jax.Array, precision: str | None) -> jax.Array:
