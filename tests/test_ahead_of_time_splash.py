@@ -1,16 +1,20 @@
-"""The training step with the splash kernels, traced for a TPU slice that is not there: attention's FLOPs are those of the pairs
-that see each other."""
+"""The training step with the splash kernels, compiled for TPU slices that are not there: nothing of the size of a mask or of all
+logits, and attention's FLOPs and bytes are those of the pairs that see each other."""
 
 import dataclasses
 import importlib.util
+import math
+import re
 
 import jax
+import numpy as np
 import pytest
 
+from tests.conftest import FULL
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import ahead_of_time
 from wedlm_jax.ahead_of_time import trace_step
-from wedlm_jax.experiment import ModelConfig, override
+from wedlm_jax.experiment import ModelConfig, load_experiment, override
 from wedlm_jax.ops.attention import splash
 from wedlm_jax.ops.attention.splash import TwoStreamMask, visited_pairs
 from wedlm_jax.program_costs import kernel_runs, matmul_flops
@@ -48,3 +52,100 @@ def test_flops_of_attention_are_within_a_third_of_the_count_by_hand(monkeypatch,
     pairs = visited_pairs(TwoStreamMask(LENGTH, 32))["useful"]
     by_hand = (2 * forward_runs + 7) * 2 * MODEL.head_dim * MODEL.num_heads * MODEL.num_layers * ROWS * pairs
     assert by_hand <= attention <= 1.3 * by_hand
+
+
+# A length, widths and a vocabulary that no other dimension has; the vocabulary is larger than all of them by far.
+L, V, D, F, N, K, H, RESTS_ON = 1152, 50_176, 384, 640, 4, 2, 128, {"data": 1, "fsdp": 4, "tensor": 2}
+TOKENS, COLUMNS = {L, 2 * L}, {V, V // 2}
+EXPERIMENTS = [("qwen3_8b_sft", "v5e:2x4"), ("qwen3_8b_cpt", "v5p:2x2x2")]
+if FULL:
+    EXPERIMENTS += [("qwen3_8b_cpt", "v5e:2x4"), ("qwen3_8b_sft", "v5p:2x2x2")]
+
+
+def compiled_text(name, topology):
+    sizes = dict(
+        vocab_size=V, hidden_size=D, intermediate_size=F, num_heads=N, num_kv_heads=K, head_dim=H, num_layers=2
+    )
+    model = [f"model.{field}={size}" for field, size in sizes.items()]
+    mesh = [f"mesh.{axis}={size}" for axis, size in RESTS_ON.items()]
+    experiment = load_experiment(name, [*model, *mesh, f"data.row_length={L}", "train.batch_size=4"])
+    mesh = make_mesh(experiment.mesh, ahead_of_time._devices(topology))
+    return trace_step(experiment, mesh).lower().compile().as_text()
+
+
+def shapes_in(text: str) -> set[tuple[int, ...]]:
+    return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)}
+
+
+def masks_and_logits(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those with two axes of tokens, with one of tokens and one of the vocabulary, or with as many elements as all logits of a
+    stream have on one device, whatever their axes are called."""
+    return [
+        shape
+        for shape in shapes
+        if sum(size in TOKENS for size in shape) > 1
+        or (TOKENS.intersection(shape) and COLUMNS.intersection(shape))
+        or math.prod(shape) >= L * min(COLUMNS)
+    ]
+
+
+def test_masks_and_logits_would_be_found_in_a_text():
+    text = f"%a = pred[{2 * L},{2 * L}] %b = f32[1,2,{L},{L}]{{3,2,1,0}} %c = bf16[{2 * L},{V}] %d = f32[2,{V // 2},{L}] %e = f32[{L},{D}]"
+    assert len(masks_and_logits(shapes_in(text))) == 4
+
+
+@pytest.mark.parametrize(("name", "topology"), EXPERIMENTS)
+def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(name, topology):
+    """SFT and CPT: how many documents a row holds is data, so each compiles for both."""
+    text = compiled_text(name, topology)
+    shapes = shapes_in(text)
+    assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
+    assert masks_and_logits(shapes) == []
+    assert_bytes_of_kernels(text)
+
+
+def assert_bytes_of_kernels(text: str) -> None:
+    """Operands and results of a kernel on one device, each once, are within 1.3x of the count by hand: in bfloat16 q, out and
+    their gradients, k, v and theirs; in float32 the log-sum-exp and delta, in the kernels' layouts (of forward's results 128
+    equal columns, of dkv's operands 8 equal rows); the ids of both sides, for documents and for places, 128 columns and 8 rows."""
+    T, heads, kv_heads = 2 * L, N // RESTS_ON["tensor"], K // RESTS_ON["tensor"]
+    q, kv, row, ids = 2 * heads * T * H, 2 * kv_heads * T * H, 4 * heads * T, 4 * T * (128 + 8 + 128)
+    by_hand = {
+        "fwd": 2 * q + 2 * kv + 128 * row + ids,  # q, out; k, v
+        "dq": 3 * q + 2 * kv + 2 * row + ids,  # q, d_out, d_q; k, v
+        "dkv": 2 * q + 4 * kv + 2 * 8 * row + ids,  # q, d_out; k, v, d_k, d_v
+    }
+    for kernel, expected in by_hand.items():
+        calls = re.findall(
+            rf"%splash_mha_{kernel}_\S+ = (.*?) custom-call\(.*?operand_layout_constraints=(.*?}})}}", text
+        )
+        assert calls, kernel
+        for call in calls:
+            arrays = re.findall(r"\b(bf16|[fs]32)\[([\d,]+)\]", " ".join(call))
+            nbytes = sum((2 if dtype == "bf16" else 4) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays)
+            assert expected <= nbytes <= 1.3 * expected, (kernel, nbytes, expected)
+
+
+def test_tiles_read_again_are_within_a_third_of_the_count_by_hand():
+    """By hand: a kernel reads a key and its value (forward, dq), or a query and its gradient (dkv), once for each tile of the
+    other side that sees it; pairs / tile in all. Counted: how often the schedule names another tile than the step before."""
+    for length in (1024, 4096):
+        mask = TwoStreamMask(length, 32)
+        kernel, tile = splash._kernel(mask, 1, True), splash._tile(mask)
+        by_hand = visited_pairs(mask)["useful"] / tile**2
+        for schedule, transposed in ((kernel.fwd_mask_info, 0), (kernel.dq_mask_info, 0), (kernel.dkv_mask_info, 1)):
+            named = np.asarray(schedule.data_next)[0]
+            named = (named.T if transposed else named).ravel()
+            fetched = 1 + np.count_nonzero(np.diff(named))
+            assert by_hand * 0.9 <= fetched <= 1.3 * by_hand, (length, fetched, by_hand)
+
+
+def test_one_chip_takes_the_kernels_too():
+    experiment = dataclasses.replace(
+        override(EXPERIMENT, f"data.row_length={LENGTH}", "train.batch_size=1"),
+        model=dataclasses.replace(MODEL, num_layers=1),
+    )
+    text = (
+        trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1"))).lower().compile().as_text()
+    )
+    assert "splash_mha_fwd" in text and "splash_mha_dkv" in text

@@ -195,8 +195,10 @@ def _devices(topology: str) -> list[jax.Device]:
         )
     # No TPU is touched, so several may compile side by side.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+    # libtpu takes hosts of 2 x 2 chips unless it is told that there is but one chip.
+    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if set(topology.partition(":")[2]) == {"1", "x"} else {}
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has
         reason = str(error).partition("\n")[0]
         raise UserError(f"topology {topology}: libtpu knows no such slice ({reason})") from None

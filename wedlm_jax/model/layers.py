@@ -112,7 +112,7 @@ class Attention(nnx.Module):
         k, v = (constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
         if isinstance(pattern, CachedWindow):
             assert cache is not None
-            out, cache = pattern(q, k, v, cache=cache, layer=layer)
+            out, cache = pattern(q, k, v, self.implementation, cache=cache, layer=layer)
         else:
             out = pattern(q, k, v, self.implementation)
         return self.o_proj(out), cache

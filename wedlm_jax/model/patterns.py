@@ -25,6 +25,7 @@ from wedlm_jax.ops.attention import (
     flash_gpu,
     merge,
     splash,
+    split_gpu,
     target_platform,
 )
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
@@ -161,12 +162,17 @@ class CachedWindow:
     length: jax.Array  # [B]: the cursor, the number of committed slots
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, *, cache: KVCache, layer: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
+        self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto",
+        *, cache: KVCache, layer: jax.Array,
+    ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+        # Splash has no cache, so only the GPU kernels are a choice beside XLA.
+        split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
+        split = split and choose(implementation, {}) == "tokamax"
+
         def write_and_attend(q, k, v, k_cache, v_cache, length, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
             end = length[:, None] + jnp.arange(1, q.shape[1] + 1)
-            return attend_cache(q, cache.k, cache.v, layer, end), cache.k, cache.v
+            return attend_cache(q, cache.k, cache.v, layer, end, split=split), cache.k, cache.v
 
         # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
         k, v = (repeat_heads(x, cache.k.shape[3]) for x in (k, v))

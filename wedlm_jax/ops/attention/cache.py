@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.ops.attention.ranges import attend_ranges
+from wedlm_jax.ops.attention.split_gpu import attend_split
 
 SMALLEST_CONTEXT = 256
 
 
 def attend_cache(
-    q_BTNH: jax.Array, k_LBSKH: jax.Array, v_LBSKH: jax.Array, layer: jax.Array, end_BT: jax.Array
+    q_BTNH: jax.Array,
+    k_LBSKH: jax.Array,
+    v_LBSKH: jax.Array,
+    layer: jax.Array,
+    end_BT: jax.Array,
+    *,
+    split: bool = False,
 ) -> jax.Array:
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
 
@@ -26,6 +33,7 @@ def attend_cache(
       k_LBSKH, v_LBSKH: keys and values of all layers [layers, B, S, K, H].
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
+      split: by the GPU kernel of `split_gpu`, whose bounds on T and end_BT hold.
 
     Returns:
       out [B, T, N, H].
@@ -42,6 +50,8 @@ def attend_cache(
         k_BCKH, v_BCKH = (
             jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, B, slots, *x.shape[3:]))[0] for x in (k_LBSKH, v_LBSKH)
         )
+        if split:
+            return attend_split(q_BTNH, k_BCKH, v_BCKH, jnp.minimum(end_BT, slots))
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
 
     smallest = jnp.searchsorted(jnp.array(contexts[:-1], jnp.int32), jnp.max(end_BT))

@@ -1,0 +1,47 @@
+"""What a decode step's attention costs follows the slots that are used, not those that are allocated."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax.ops.attention import attend_cache, cache
+from wedlm_jax.program_costs import matmul_flops
+
+B, T, N, K, H = 2, 16, 4, 2, 8
+
+
+@pytest.fixture
+def cost(monkeypatch):
+    """FLOPs of the program that the device chooses, and bytes of keys and values that it reads."""
+    costs = []
+    attend = cache.attend_ranges
+
+    def counted(q, k, v, *ranges):
+        flops = matmul_flops(jax.make_jaxpr(attend)(q, k, v, *ranges).jaxpr)
+        costs.append((flops, k.nbytes + v.nbytes))
+        return attend(q, k, v, *ranges)
+
+    monkeypatch.setattr(cache, "attend_ranges", counted)
+    # Outside a jit, the branch that runs is the one that is called.
+    monkeypatch.setattr(jax.lax, "switch", lambda index, programs, *operands: programs[int(index)](*operands))
+
+    def of(allocated: int, used: int) -> tuple[int, int]:
+        q, keys = jnp.ones((B, T, N, H)), jnp.ones((1, B, allocated, K, H))
+        end = used - T + 1 + np.broadcast_to(np.arange(T), (B, T))
+        attend_cache(q, keys, keys, jnp.int32(0), jnp.asarray(end))
+        return costs.pop()
+
+    return of
+
+
+def test_the_same_used_context_costs_the_same_in_any_allocation(cost):
+    assert {cost(allocated, 300) for allocated in (512, 1024, 2048, 4096, 8192)} == {cost(512, 512)}
+
+
+def test_a_longer_used_context_costs_more_and_at_most_what_twice_the_slots_cost(cost):
+    flops = {used: cost(8192, used) for used in (256, 512, 1024, 2048, 4096, 8192)}
+    assert sorted(flops.values()) == list(flops.values()) and len(set(flops.values())) == len(flops)
+    for allocated in (700, 5000, 8191):
+        for used in (T, 257, 600):
+            assert cost(allocated, used)[1] <= 2 * B * K * H * 4 * max(2 * used, 2 * cache.SMALLEST_CONTEXT)

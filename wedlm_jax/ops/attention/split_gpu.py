@@ -1,0 +1,66 @@
+"""Attention over a cache on GPU, the context in parts side by side: jax's Pallas decode kernel, for a few queries a row.
+
+A window has too few queries to fill a GPU by rows and heads alone. So the slots that all its queries see are cut into splits,
+each a program of its own with the queries of one kv head as its rows, and their softmaxes are merged; what only some queries
+see, the slots of the window itself, is attended densely and merged by log-sum-exp.
+
+Run in the tests: interpreted on CPU. Never run on a GPU by us, so nothing chooses it but model.attention=tokamax, the setting
+that asks for GPU kernels.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.ops.attention.dense import attend, merge
+
+MAX_QUERIES = 64  # of a row; a longer one, a prompt, has rows enough
+ROWS = 64  # queries of one kv head in a program: keys are read once for each
+KEY_TILE = 64
+SLOTS_OF_A_SPLIT, MAX_SPLITS = 256, 16
+
+
+def attend_split(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, end_BT: jax.Array, *, interpret: bool = False
+) -> jax.Array:
+    """Attention of query t of row b over the slots s < end_BT[b, t].
+
+    Args:
+      q_BTNH: queries of a window, T of at most MAX_QUERIES.
+      k_BSKH, v_BSKH: the used part of one layer of a cache.
+      end_BT: int [B, T], in [1, S]; those of a row differ by less than T, as a causal window's do.
+      interpret: run the kernel as plain operations, on any platform; slow.
+
+    Returns:
+      out [B, T, N, H].
+    """
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BSKH.shape[1:3]
+    rows = T * N // K
+    seen_by_all_B = jnp.min(end_BT, axis=1)  # at least 1: no part is empty
+
+    block_rows = min(ROWS, max(16, 1 << (rows - 1).bit_length()))
+    splits = min(MAX_SPLITS, -(-S // SLOTS_OF_A_SPLIT))
+    q_BKRH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
+    q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -rows % block_rows), (0, 0)))
+    to_splits = ((0, 0), (0, -S % (splits * KEY_TILE)), (0, 0), (0, 0))
+    out, (total, peak) = decode_attention.gqa(
+        q_BKRH.reshape(B, -1, H), jnp.pad(k_BSKH, to_splits), jnp.pad(v_BSKH, to_splits), None, seen_by_all_B,
+        block_h=block_rows, block_k=KEY_TILE, k_splits=splits, return_residuals=True, interpret=interpret,
+    )  # fmt: skip
+
+    def by_query(x: jax.Array) -> jax.Array:
+        """[B, T, N, ...] of [B, rows of all kv heads, ...]."""
+        x = x.reshape(B, K, -1, *x.shape[2:])[:, :, :rows].reshape(B, K, T, N // K, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 1).reshape(B, T, N, *x.shape[4:])
+
+    # The window: T slots behind what all see, shifted back where the cache ends first.
+    start_B = jnp.minimum(seen_by_all_B, S - min(T, S))
+    slots_BT = start_B[:, None] + jnp.arange(min(T, S))
+    k_window, v_window = (jnp.take_along_axis(x, slots_BT[:, :, None, None], axis=1) for x in (k_BSKH, v_BSKH))
+    visible = (seen_by_all_B[:, None, None] <= slots_BT[:, None]) & (slots_BT[:, None] < end_BT[..., None])
+    inside = attend(q_BTNH, k_window, v_window, visible)
+    return merge(by_query(out), by_query(peak + jnp.log(total)), *inside)
