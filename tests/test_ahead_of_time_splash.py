@@ -7,6 +7,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,9 +58,9 @@ def test_flops_of_attention_are_within_a_third_of_the_count_by_hand(monkeypatch,
 # A length, widths and a vocabulary that no other dimension has; the vocabulary is larger than all of them by far.
 L, V, D, F, N, K, H, RESTS_ON = 1152, 50_176, 384, 640, 4, 2, 128, {"data": 1, "fsdp": 4, "tensor": 2}
 TOKENS, COLUMNS = {L, 2 * L}, {V, V // 2}
-EXPERIMENTS = [("qwen3_8b_sft", "v5e:2x4"), ("qwen3_8b_cpt", "v5p:2x2x2")]
+EXPERIMENTS = [("qwen3_8b_sft", "v5e:2x4")]
 if FULL:
-    EXPERIMENTS += [("qwen3_8b_cpt", "v5e:2x4"), ("qwen3_8b_sft", "v5p:2x2x2")]
+    EXPERIMENTS += [("qwen3_8b_cpt", "v5e:2x4"), ("qwen3_8b_cpt", "v5p:2x2x2"), ("qwen3_8b_sft", "v5p:2x2x2")]
 
 
 def compiled_text(name, topology):
@@ -68,7 +69,9 @@ def compiled_text(name, topology):
     )
     model = [f"model.{field}={size}" for field, size in sizes.items()]
     mesh = [f"mesh.{axis}={size}" for axis, size in RESTS_ON.items()]
-    experiment = load_experiment(name, [*model, *mesh, f"data.row_length={L}", "train.batch_size=4"])
+    experiment = load_experiment(
+        name, [*model, *mesh, f"data.row_length={L}", "train.batch_size=4", "train.micro_batches=1"]
+    )
     mesh = make_mesh(experiment.mesh, ahead_of_time._devices(topology))
     return trace_step(experiment, mesh).lower().compile().as_text()
 
@@ -90,8 +93,8 @@ def masks_and_logits(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def test_masks_and_logits_would_be_found_in_a_text():
-    text = f"%a = pred[{2 * L},{2 * L}] %b = f32[1,2,{L},{L}]{{3,2,1,0}} %c = bf16[{2 * L},{V}] %d = f32[2,{V // 2},{L}] %e = f32[{L},{D}]"
-    assert len(masks_and_logits(shapes_in(text))) == 4
+    found = f"pred[{2 * L},{2 * L}] f32[1,2,{L},{L}]{{3,2,1,0}} bf16[{2 * L},{V}] f32[2,{V // 2},{L}] f32[{2 * L * V}]"
+    assert len(masks_and_logits(shapes_in(f"{found} f32[{L},{D}] f32[{V},{D}]"))) == 5
 
 
 @pytest.mark.parametrize(("name", "topology"), EXPERIMENTS)
@@ -107,13 +110,13 @@ def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(name,
 def assert_bytes_of_kernels(text: str) -> None:
     """Operands and results of a kernel on one device, each once, are within 1.3x of the count by hand: in bfloat16 q, out and
     their gradients, k, v and theirs; in float32 the log-sum-exp and delta, in the kernels' layouts (of forward's results 128
-    equal columns, of dkv's operands 8 equal rows); the ids of both sides, for documents and for places, 128 columns and 8 rows."""
+    equal columns, of dkv's operands 8 equal rows); ids of queries, keys and places, each in 128 equal columns or 8 equal rows."""
     T, heads, kv_heads = 2 * L, N // RESTS_ON["tensor"], K // RESTS_ON["tensor"]
-    q, kv, row, ids = 2 * heads * T * H, 2 * kv_heads * T * H, 4 * heads * T, 4 * T * (128 + 8 + 128)
+    q, kv, row, ids = 2 * heads * T * H, 2 * kv_heads * T * H, 4 * heads * T, 4 * T
     by_hand = {
-        "fwd": 2 * q + 2 * kv + 128 * row + ids,  # q, out; k, v
-        "dq": 3 * q + 2 * kv + 2 * row + ids,  # q, d_out, d_q; k, v
-        "dkv": 2 * q + 4 * kv + 2 * 8 * row + ids,  # q, d_out; k, v, d_k, d_v
+        "fwd": 2 * q + 2 * kv + 128 * row + (128 + 8 + 128) * ids,  # q, out; k, v
+        "dq": 3 * q + 2 * kv + 2 * row + (128 + 8 + 128) * ids,  # q, d_out, d_q; k, v
+        "dkv": 2 * q + 4 * kv + 2 * 8 * row + (8 + 128 + 8) * ids,  # q, d_out; k, v, d_k, d_v
     }
     for kernel, expected in by_hand.items():
         calls = re.findall(
@@ -131,13 +134,14 @@ def test_tiles_read_again_are_within_a_third_of_the_count_by_hand():
     other side that sees it; pairs / tile in all. Counted: how often the schedule names another tile than the step before."""
     for length in (1024, 4096):
         mask = TwoStreamMask(length, 32)
-        kernel, tile = splash._kernel(mask, 1, True), splash._tile(mask)
+        tile = splash._tile(mask)
+        kernel = splash._without_other_segments(splash._kernel(mask, 1, True), jnp.ones(mask.tokens, jnp.int32))
         by_hand = visited_pairs(mask)["useful"] / tile**2
         for schedule, transposed in ((kernel.fwd_mask_info, 0), (kernel.dq_mask_info, 0), (kernel.dkv_mask_info, 1)):
             named = np.asarray(schedule.data_next)[0]
             named = (named.T if transposed else named).ravel()
             fetched = 1 + np.count_nonzero(np.diff(named))
-            assert by_hand * 0.9 <= fetched <= 1.3 * by_hand, (length, fetched, by_hand)
+            assert by_hand <= fetched <= 1.3 * by_hand, (length, fetched, by_hand)
 
 
 def test_one_chip_takes_the_kernels_too():
@@ -145,7 +149,5 @@ def test_one_chip_takes_the_kernels_too():
         override(EXPERIMENT, f"data.row_length={LENGTH}", "train.batch_size=1"),
         model=dataclasses.replace(MODEL, num_layers=1),
     )
-    text = (
-        trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1"))).lower().compile().as_text()
-    )
-    assert "splash_mha_fwd" in text and "splash_mha_dkv" in text
+    step = trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1")))
+    assert "splash_mha_dkv" in (step.lower().compile().as_text() if FULL else str(step.jaxpr))

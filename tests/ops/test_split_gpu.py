@@ -13,7 +13,7 @@ from tests.reference.attention import attention
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
-from wedlm_jax.ops.attention import cache, split_gpu
+from wedlm_jax.ops.attention import cache
 from wedlm_jax.ops.attention.split_gpu import attend_split
 
 interpreted = quick_jit(functools.partial(attend_split, interpret=True))
