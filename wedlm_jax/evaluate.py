@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +35,7 @@ from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio
 from wedlm_jax.evals.plots import plot_results
-from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
+from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
@@ -248,12 +247,6 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
             plot_results(rows, plan.out / "results.png", f"{plan.title} on {device()}")
             written.append("results.png")
     console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
-
-
-def device() -> str:
-    """What the decoding ran on: one device, since nothing here is sharded."""
-    first = jax.devices()[0]
-    return f"CPU with {os.cpu_count()} cores" if first.platform == "cpu" else first.device_kind
 
 
 @entry

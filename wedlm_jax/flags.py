@@ -40,6 +40,36 @@ def parse(flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, *
         raise UserError(f"{_one_line(shown.getvalue())}; {prog} --help shows the flags") from None
 
 
+def require_positive(flags: Any, *names: str) -> None:
+    """Refuses a flag that is below 1, or a list flag that is empty or holds a number below 1.
+
+    Raises:
+      UserError: names the flag.
+    """
+    for name in names:
+        value, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
+        values = value if isinstance(value, tuple) else (value,)
+        if not values:
+            raise UserError(f"{flag}: give at least one")
+        if (least := min(values)) < 1:
+            raise UserError(f"{flag} {least}: must be at least 1")
+
+
+def refuse_beside(flags: Any, defaults: Any, instead: dict[str, str]) -> None:
+    """Refuses a flag that another one of the command takes the place of.
+
+    Args:
+      flags, defaults: as given, and where nothing is given.
+      instead: by the field's name, the flag to use.
+
+    Raises:
+      UserError: names both.
+    """
+    for name, other in instead.items():
+        if getattr(flags, name) != getattr(defaults, name):
+            raise UserError(f"--{name.replace('_', '-')} does nothing here; use {other}")
+
+
 def _one_line(box: str) -> str:
     """The message of tyro's box: without the title, the frame (of ASCII where stdout is) and what follows the ruler."""
     lines = [_FRAME.sub(" ", line).split() for line in _ANSI.sub("", box).splitlines()[1:]]  # the first holds the title

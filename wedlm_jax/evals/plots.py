@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from wedlm_jax.evals.sweep import BASE, Row
 
-MARKERS = {"ar": "o", "blockwise": "s", "streaming": "^", "verified": "*"}
-COLOURS = {"ar": "#444444", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
+MARKERS = {"ar": "o", "lookup": "D", "blockwise": "s", "streaming": "^", "verified": "*"}
+COLOURS = {"ar": "#444444", "lookup": "#59a14f", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
 
 
 def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:

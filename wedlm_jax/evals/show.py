@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Sequence
 
+import jax
 from matplotlib import colormaps
 from rich import box
 from rich.table import Table
@@ -49,6 +51,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         "-" if row.speedup_over_ar is None else f"{row.speedup_over_ar:.2f}x",
         f"{row.equal_to_ar}/{row.n}" if same else "-",
     )
+
+
+def device() -> str:
+    """What the decoding ran on: one device, since nothing here is sharded."""
+    first = jax.devices()[0]
+    return f"CPU with {os.cpu_count()} cores" if first.platform == "cpu" else first.device_kind
 
 
 def filling_steps(completion: Completion, prompt_length: int) -> list[int]:

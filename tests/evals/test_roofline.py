@@ -1,0 +1,30 @@
+"""The least time of a forward, counted by hand."""
+
+import pytest
+
+from wedlm_jax.evals.roofline import Rates, forward_seconds
+from wedlm_jax.model.config import ModelConfig
+
+CONFIG = ModelConfig(
+    vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
+    qk_norm=False,
+)  # fmt: skip
+LAYER = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8  # q, k and v, o, the MLP, two norms
+WEIGHTS = 2 * LAYER + 8 + 100 * 8  # the final norm and the output layer
+CACHE = 2 * 2 * 4  # keys and values of a slot, both layers
+
+
+def test_where_reading_takes_longer_it_is_the_weights_and_the_cache_once():
+    seconds = forward_seconds(CONFIG, Rates(flops=1e30, bytes=10.0), rows=3, slots=4, context=50)
+    assert seconds == pytest.approx((WEIGHTS + 3 * 50 * CACHE) * 4 / 10)
+
+
+def test_where_computing_takes_longer_it_is_every_slot_through_the_weights_and_over_the_context():
+    seconds = forward_seconds(CONFIG, Rates(flops=10.0, bytes=1e30), rows=3, slots=4, context=50)
+    scores = 2 * 2 * 2 * 4 * 50  # two products, two layers, two heads of 4
+    assert seconds == pytest.approx(2 * (WEIGHTS + scores) * 3 * 4 / 10)
+
+
+def test_rates_are_measured_on_this_machine():
+    rates = Rates.measured("float32")
+    assert 1e8 < rates.flops < 1e16 and 1e8 < rates.bytes < 1e14

@@ -1,0 +1,79 @@
+"""Decoders compared on the same prompts: exact lengths, warm calls, medians, ratios of totals."""
+
+import math
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.roofline import Rates
+from wedlm_jax.evals.speed import Work, compare, prompts_of
+
+PROBLEMS = [Problem("echo", f"Question {i}: what? ", f"Answer {i}.", str(i)) for i in range(6)]
+WORK = Work("echo", batch=2, prompt_tokens=24, output_tokens=8)
+AR, FAST = DecodeConfig(decoder="ar"), DecodeConfig(decoder="verified")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 24, 60])
+def test_every_prompt_has_exactly_the_length_asked_for_and_ends_in_a_problem_of_its_own(tokens):
+    model = tiny_model()
+    prompts = prompts_of(model, PROBLEMS, Work("echo", 3, tokens, 8))
+    assert [len(prompt) for prompt in prompts] == [tokens] * 3
+    if tokens >= 24:
+        for i, prompt in enumerate(prompts):
+            text = model.tokenizer.decode(prompt)
+            assert text.endswith(PROBLEMS[i].prompt) and f"Answer {i}" not in text
+
+
+def test_a_prompt_longer_than_all_problems_is_refused_with_what_to_lower():
+    with pytest.raises(UserError, match="make .* tokens, and prompts of 100000 are wanted; lower --prompts"):
+        prompts_of(tiny_model(), PROBLEMS, Work("echo", 1, 100_000, 8))
+
+
+class FakeGenerate:
+    """AR takes 8 s for 8 tokens in 8 forwards, the other 2 s in 4; the first token 1 s each, and compilation 100 s."""
+
+    def __init__(self, monkeypatch):
+        self.met: set[tuple] = set()
+        self.now = 0.0
+        monkeypatch.setattr("wedlm_jax.evals.speed.time.perf_counter", lambda: self.now)
+
+    def __call__(self, model, prompts, config):
+        call = config.decoder, config.max_new_tokens
+        self.now += 0.0 if call in self.met else 100.0
+        self.met.add(call)
+        if config.max_new_tokens == 1:
+            self.now += 1.0
+            return [Completion([7], "length", Stats(1, 1, 1)) for _ in prompts]
+        self.now += 8.0 if config.decoder == "ar" else 2.0
+        forwards = 8 if config.decoder == "ar" else 4
+        ids = list(range(8)) if config.decoder == "ar" else [*range(7), 99]
+        return [
+            Completion(list(range(8)) if row == 0 else ids, "length", Stats(8, forwards, 8 if forwards == 8 else 16))
+            for row, _ in enumerate(prompts)
+        ]
+
+
+def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
+    ar, fast = compare(
+        tiny_model(), WORK, PROBLEMS, [AR, FAST], Rates(1e9, 1e9), repeats=3, generate=FakeGenerate(monkeypatch)
+    )
+    assert (ar.seconds, fast.seconds) == (8.0, 2.0)
+    assert (ar.first_token_seconds, fast.first_token_seconds) == (1.0, 1.0)
+    assert (ar.tokens_per_second, fast.tokens_per_second) == (2.0, 8.0)
+    assert (ar.speedup_over_ar, fast.speedup_over_ar) == (1.0, 4.0)
+    assert (ar.tokens_per_forward, fast.tokens_per_forward) == (1.0, 2.0)
+    assert (ar.p_cache, fast.p_cache) == (1.0, 0.5)
+    assert (ar.forward_milliseconds, fast.forward_milliseconds) == pytest.approx((1000.0, 1000 / 3))
+    assert (ar.equal_to_ar, fast.equal_to_ar) == (2, 1)
+    assert 0 < ar.roofline_milliseconds < fast.roofline_milliseconds  # twice as many slots are fed
+
+
+def test_a_speed_of_a_real_model_is_of_the_tokens_that_it_decodes():
+    ar, fast = compare(tiny_model(), WORK, PROBLEMS, [AR, FAST], Rates(1e9, 1e9), repeats=1)
+    assert ar.equal_to_ar == fast.equal_to_ar == 2  # verified decoding is exact
+    assert ar.tokens_per_forward == ar.p_cache == 1 and ar.generated_tokens == fast.generated_tokens
+    assert ar.seconds > 0 and not math.isinf(ar.tokens_per_second)

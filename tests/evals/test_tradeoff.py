@@ -1,0 +1,67 @@
+"""The grid, the Pareto front, what fails, and the rank correlations."""
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.evals.order import Order
+from wedlm_jax.evals.sweep import Row
+from wedlm_jax.evals.tasks import task
+from wedlm_jax.evals.tradeoff import Point, failed, grid, measure, pareto_front, rank_correlations
+
+AR = Row(
+    "t", "AR", "adapted", {"decoder": "ar"}, n=10, batch_size=1, correct=10, accuracy=1.0, low=0.7, high=1.0,
+    generated_tokens=40, tokens_per_forward=1.0, p_cache=1.0, tokens_per_second=10.0, speedup_over_ar=1.0, equal_to_ar=10,
+    unfinished=0,
+)  # fmt: skip
+
+
+def point(label, accuracy, speed, per_forward=2.0, committed=5):
+    row = dataclasses.replace(
+        AR, label=label, accuracy=accuracy, tokens_per_second=speed, tokens_per_forward=per_forward
+    )
+    return Point(row, Order(10, committed, 1))
+
+
+def test_the_grid_is_every_window_with_every_threshold_and_penalty():
+    settings = grid(DecodeConfig(max_new_tokens=8), (4, 8), (0.1, math.inf), (0.0, 1.0))
+    found = [
+        (s.config.window_size, s.config.entropy_threshold, s.config.distance_penalty, s.config.max_new_tokens) for s in settings
+    ]  # fmt: skip
+    assert found == [(w, t, p, 8) for w in (4, 8) for t in (0.1, math.inf) for p in (0.0, 1.0)]
+    assert settings[2].label == "W=4, tau=inf, lambda=0"
+
+
+def test_the_front_holds_what_nothing_beats_in_both():
+    points = [
+        point("a", 0.9, 10),
+        point("b", 0.8, 30),
+        point("c", 0.85, 20),
+        point("beaten", 0.8, 15),
+        point("same", 0.9, 9),
+    ]
+    assert [p.row.label for p in pareto_front(points)] == ["b", "c", "a"]
+
+
+def test_a_setting_fails_below_nine_tenths_of_ar():
+    assert [p.row.label for p in failed([point("a", 0.9, 10), point("b", 0.89, 30)], AR)] == ["b"]
+
+
+def test_rank_correlation_is_of_ranks_with_their_sign():
+    points = [point(str(i), 0.9, 10.0**i, per_forward=i, committed=10 - i) for i in range(1, 5)]
+    found = rank_correlations(points)
+    assert found["tokens per forward"] == pytest.approx(1) and found["commit rate"] == pytest.approx(-1)
+
+
+def test_a_real_model_is_measured_on_every_setting():
+    settings = grid(DecodeConfig(max_new_tokens=6), (4,), (0.1, math.inf), (0.02,))
+    chosen = task("counting")
+    ar, points = measure(tiny_model(), settings, chosen, chosen.problems(2, 0), batch_size=2)
+    assert ar.settings["decoder"] == "ar" and [p.row.n for p in points] == [2, 2]
+    one_a_step, all_at_once = points
+    # A random model is unsure of everything: one token a forward, from the left by lambda or not; tau = inf fills the window.
+    assert one_a_step.row.tokens_per_forward < all_at_once.row.tokens_per_forward
+    assert all_at_once.order.commit_rate == 1 and all_at_once.order.out_of_order == 0

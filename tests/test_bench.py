@@ -1,0 +1,70 @@
+"""`python -m wedlm_jax.bench`: every decoder on every piece of work, a table, JSON and a plot, and where AR wins."""
+
+import json
+import sys
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import bench as command
+from wedlm_jax.evals.speed import Speed, Work
+from wedlm_jax.pretrained import save
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "model"
+    save(tiny_model(), folder)
+    return folder
+
+
+def run(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, "argv", ["bench", *map(str, args)])
+    status = 0
+    try:
+        command.main()
+    except SystemExit as exit:
+        status = exit.code or 0
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypatch, capsys, model_dir, tmp_path):
+    status, out, err = run(
+        monkeypatch, capsys, "--model", model_dir, "--tasks", "counting", "--decoders", "verified", "lookup",
+        "--batches", 1, 2, "--prompts", 8, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 0, err
+    results = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [(row["work"]["batch"], row["decoder"]) for row in results["rows"]] == [
+        (batch, decoder) for batch in (1, 2) for decoder in ("ar", "verified", "lookup")
+    ]
+    assert all(row["equal_to_ar"] == row["work"]["batch"] for row in results["rows"])
+    assert (tmp_path / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
+    said = " ".join(out.split())
+    assert "exceed the model's context of 512" in said  # not skipped in silence
+    assert "GFLOP/s" in said and "counting, batch 2, 8 + 6 tokens" in said
+
+
+def test_it_says_where_ar_wins():
+    def speed(decoder, batch, over_ar):
+        return Speed(Work("counting", batch, 8, 6), decoder, 6, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, over_ar, 1)
+
+    speeds = [speed("ar", 1, 1.0), speed("verified", 1, 2.0), speed("verified", 64, 0.7), speed("lookup", 1, 1.1)]
+    assert command.where_ar_wins(speeds) == ["AR is faster than verified on: counting, batch 64, 8 + 6 tokens (0.70x)."]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--batches", 0), "--batches 0: must be at least 1"),
+        (("--repeats", 0), "--repeats 0: must be at least 1"),
+        (("--decoder", "ar"), "--decoder does nothing here; use --decoders"),
+        (("--decoders", "ar"), "AR always runs"),
+        (("--prompts", 4096, "--outputs", 6), "exceed the model's context of 512"),
+        (("--tasks", "poetry"), "poetry"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):
+    status, _, err = run(monkeypatch, capsys, "--model", model_dir, *flags)
+    assert status == 2 and said in err and len(err.strip().splitlines()) == 1

@@ -1,0 +1,54 @@
+"""`python -m wedlm_jax.tradeoff`: a table, what follows from it, JSON and a plot; bad flags are one line."""
+
+import json
+import sys
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import tradeoff as command
+from wedlm_jax.pretrained import save
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tradeoff") / "model"
+    save(tiny_model(), folder)
+    return folder
+
+
+def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, capsys, model_dir, tmp_path):
+    flags = ("--task", "counting", "--limit", "2", "--windows", "4", "--thresholds", "0.1", "inf", "--penalties", "0", "1",
+             "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
+    command.main()
+    results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
+    found = [(p["settings"]["entropy_threshold"], p["settings"]["distance_penalty"]) for p in results["points"]]
+    assert found == [(0.1, 0.0), (0.1, 1.0), ("inf", 0.0), ("inf", 1.0)]
+    assert all(0 <= p["commit_rate"] <= 1 and 0 <= p["out_of_order"] <= 1 for p in results["points"])
+    assert (tmp_path / "out" / "tradeoff.png").read_bytes()[:4] == b"\x89PNG"
+    said = " ".join(capsys.readouterr().out.split())
+    for finding in (
+        "Pareto front, from fast to exact",
+        "of AR's exact match",
+        "Rank correlation of tokens/s with p_cache",
+    ):
+        assert finding in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--limit", "0"), "--limit 0: must be at least 1"),
+        (("--windows", "0"), "--windows 0: must be at least 1"),
+        (("--entropy-threshold", "1"), "--entropy-threshold does nothing here; use --thresholds"),
+        (("--decoder", "ar"), "--decoder ar: has no tau and lambda; choose streaming or verified"),
+        (("--thresholds", "-1"), "entropy_threshold=-1.0: must be at least 0"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):
+    monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and said in error and len(error.strip().splitlines()) == 1

@@ -1,0 +1,203 @@
+"""Measure how fast a model decodes: AR, lookup, block-wise, streaming and verified, over batches, prompts, outputs and tasks.
+
+python -m wedlm_jax.bench --model exports/quickstart
+python -m wedlm_jax.bench --model exports/quickstart --batches 1 8 --prompts 64 --outputs 256 --out bench
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from wedlm_jax import pretrained
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.stdlib_code import code_files
+from wedlm_jax.decode.config import DecodeConfig, Decoder
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.evals.roofline import Rates
+from wedlm_jax.evals.show import device
+from wedlm_jax.evals.speed import Speed, Work, compare
+from wedlm_jax.evals.speed_plot import plot_speeds
+from wedlm_jax.evals.tasks import task, text_continuation
+from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.model.handle import Model
+from wedlm_jax.version import __version__
+
+TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
+PROBLEMS = 256  # drawn of a task, to make prompts of
+CHARACTERS = 800  # of an excerpt of stdlib_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """The weights: an HF directory, a workdir or a hub id."""
+    tasks: tuple[TaskName, ...] = ("counting", "word_problems", "stdlib_code")
+    """What is decoded; these three are of low, medium and high entropy."""
+    decoders: tuple[Decoder, ...] = ("lookup", "blockwise", "streaming", "verified")
+    """Set against AR, which always runs."""
+    batches: tuple[int, ...] = (1, 8, 32, 64)
+    prompts: tuple[int, ...] = (64, 1024, 4096)
+    """Tokens of a prompt."""
+    outputs: tuple[int, ...] = (32, 256, 1024)
+    """Tokens of a completion, at most."""
+    repeats: int = 5
+    """Timed runs of each; the figures are medians."""
+    ignore_end: bool = False
+    """Decode on behind an end token, so that every completion has the same length."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where bench.json and bench.png go; nowhere if not given."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
+
+
+def bench(args: Bench, console: Console) -> list[Speed]:
+    """Runs it, prints a table and where AR wins, and returns the rows."""
+    if args.out is not None:  # before the first forward
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+    model = pretrained.load(args.model, args.dtype)
+    decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
+    configs = [dataclasses.replace(decode, decoder=decoder) for decoder in ("ar", *args.decoders)]
+    work, left_out = works(args, model)
+    if not work:
+        raise UserError(f"nothing to run: {left_out[0]}")
+    problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
+    rates = Rates.measured(model.config.dtype)
+    speeds: list[Speed] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(work))
+        for piece in work:
+            progress.update(bar, description=str(piece))
+            speeds += compare(model, piece, problems[piece.task], configs, rates, repeats=args.repeats)
+            progress.advance(bar)
+    console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}\n")
+    for _, of_work in itertools.groupby(speeds, key=lambda speed: speed.work):
+        console.print(table(list(of_work)))
+    console.print(
+        f"This machine was measured at {rates.flops / 1e9:,.0f} GFLOP/s and {rates.bytes / 1e9:,.1f} GB/s; no forward is faster "
+        "than its roofline by these."
+    )
+    for line in [*left_out, *where_ar_wins(speeds)]:
+        console.print(line)
+    if args.out is not None:
+        save(args, speeds, rates, console)
+    return speeds
+
+
+def works(args: Bench, model: Model) -> tuple[list[Work], list[str]]:
+    """What fits into the model's context, and a line about each pair of lengths that does not."""
+    context = model.config.max_position_embeddings
+    fits = lambda prompt, output: prompt + output <= context  # noqa: E731
+    found = [
+        Work(name, batch, prompt, output)
+        for name in args.tasks
+        for batch in args.batches
+        for prompt in args.prompts
+        for output in args.outputs
+        if fits(prompt, output)
+    ]
+    left_out = [
+        f"Left out: prompts of {prompt} with outputs of {output}, which exceed the model's context of {context}."
+        for prompt in args.prompts
+        for output in args.outputs
+        if not fits(prompt, output)
+    ]
+    return found, left_out
+
+
+def problems_of(name: TaskName) -> list[Problem]:
+    chosen = text_continuation(code_files("held_out"), CHARACTERS) if name == "stdlib_code" else task(name)
+    return chosen.problems(PROBLEMS, 0)
+
+
+def table(speeds: Sequence[Speed]) -> Table:
+    """The decoders on one piece of work; fits 80 columns."""
+    shown = Table(title=str(speeds[0].work), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("decoder", no_wrap=True)
+    columns = (
+        "tokens/s",
+        "vs AR",
+        "first\ntoken, ms",
+        "tokens/\nforward",
+        "p_cache",
+        "forward,\nms",
+        "roofline,\nms",
+        "as AR",
+    )
+    for name in columns:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for speed in speeds:
+        shown.add_row(
+            speed.decoder, f"{speed.tokens_per_second:,.0f}", f"{speed.speedup_over_ar:.2f}x",
+            _short(1e3 * speed.first_token_seconds), f"{speed.tokens_per_forward:.2f}", f"{speed.p_cache:.2f}",
+            "-" if math.isnan(speed.forward_milliseconds) else _short(speed.forward_milliseconds),
+            _short(speed.roofline_milliseconds), f"{speed.equal_to_ar}/{speed.work.batch}",
+        )  # fmt: skip
+    return shown
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.0f}"
+
+
+def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
+    """One line for each decoder that is slower than AR somewhere."""
+    slower: dict[str, list[Speed]] = {}
+    for speed in speeds:
+        if speed.decoder != "ar" and speed.speedup_over_ar < 1:
+            slower.setdefault(speed.decoder, []).append(speed)
+    return [
+        f"AR is faster than {decoder} on: {'; '.join(f'{s.work} ({s.speedup_over_ar:.2f}x)' for s in found)}."
+        for decoder, found in slower.items()
+    ]
+
+
+def save(args: Bench, speeds: Sequence[Speed], rates: Rates, console: Console) -> None:
+    assert args.out is not None
+    rows = [
+        {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(speed).items()}
+        for speed in speeds
+    ]
+    results: dict[str, Any] = {
+        "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "repeats": args.repeats, "rates": dataclasses.asdict(rates), "rows": rows,
+    }  # fmt: skip
+    with writing(args.out):
+        (args.out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
+        plot_speeds(speeds, args.out / "bench.png", f"{args.model} on {device()}")
+    console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+
+
+@entry
+def main() -> None:
+    keep_freed_memory()
+    args = parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:]))
+    require_positive(args, "batches", "prompts", "outputs", "repeats")
+    refuse_beside(args.decode, DecodeConfig(), {"decoder": "--decoders", "max_new_tokens": "--outputs"})
+    for name in ("tasks", "decoders"):
+        if not getattr(args, name):
+            raise UserError(f"--{name}: give at least one")
+    if "ar" in args.decoders:
+        raise UserError("--decoders: AR always runs; name the others")
+    bench(args, Console())
+
+
+if __name__ == "__main__":
+    main()

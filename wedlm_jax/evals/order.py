@@ -1,0 +1,45 @@
+"""In which order masks are filled: what decides how much of the work of a forward is kept by the next one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from wedlm_jax.decode.stats import Completion
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Counts of filled masks over completions; those behind the end of an output are not in them."""
+
+    filled: int
+    committed_next: int
+    right_of_a_mask: int
+
+    @property
+    def commit_rate(self) -> float:
+        """The share of filled tokens that the very next forward commits."""
+        return self.committed_next / max(self.filled, 1)
+
+    @property
+    def out_of_order(self) -> float:
+        """The share of tokens that were filled while a mask to their left stayed open."""
+        return self.right_of_a_mask / max(self.filled, 1)
+
+
+def filling_order(completions: Sequence[Completion], prompt_lengths: Sequence[int]) -> Order:
+    """Counts over completions that were generated with `trace=True`; `prompt_lengths` in tokens."""
+    filled = committed = right = 0
+    for completion, prompt_length in zip(completions, prompt_lengths, strict=True):
+        trace = completion.trace or []
+        end, emitted = prompt_length + len(completion.ids), prompt_length
+        for entry, following in zip(trace, [*trace[1:], None], strict=True):
+            emitted += entry["emitted"]
+            positions = [position for position in entry["filled_positions"] if position < end]
+            open_masks = set(entry["mask_positions"]) - set(entry["filled_positions"])
+            leftmost = min(open_masks, default=end)
+            until = emitted + (following["emitted"] if following is not None else 0)
+            filled += len(positions)
+            committed += sum(position < until for position in positions)
+            right += sum(position > leftmost for position in positions)
+    return Order(filled, committed, right)

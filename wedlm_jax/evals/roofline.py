@@ -1,0 +1,63 @@
+"""The roofline of a decode forward (Williams et al., 2009): the least time that this machine's own rates allow for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.flops import non_embedding_parameters
+
+REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What the device was measured to do."""
+
+    flops: float  # a second, of plain products
+    bytes: float  # a second, read
+
+    @classmethod
+    def measured(cls, dtype: str) -> Rates:
+        """Of a product of square matrices, and of a sum over an array that no cache holds, in this dtype."""
+        on_cpu = jax.default_backend() == "cpu"
+        size, length = (1024, 2**26) if on_cpu else (8192, 2**31)
+        square = jnp.full((size, size), 1 / size, dtype)
+        long = jnp.zeros((length // 1024, 1024), dtype)
+        product = _seconds(jax.jit(lambda x: x @ x), square)
+        # A product with a vector reads the array once, on all cores.
+        reading = _seconds(jax.jit(lambda x: x @ jnp.ones((1024,), dtype)), long)
+        return cls(2 * size**3 / product, long.nbytes / reading)
+
+
+def _seconds(run: jax.stages.Wrapped, x: jax.Array) -> float:
+    jax.block_until_ready(run(x))
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def forward_seconds(config: ModelConfig, rates: Rates, *, rows: int, slots: float, context: float) -> float:
+    """The least time of one forward over the window slots of a batch: of reading, or of computing, whichever takes longer.
+
+    Args:
+      config: the model.
+      rates: of the device.
+      rows: B.
+      slots: window slots of a row that are fed; every one of them passes the output layer.
+      context: cache slots that a row reads.
+    """
+    itemsize = jnp.dtype(config.dtype).itemsize
+    layers, head = non_embedding_parameters(config), config.vocab_size * config.hidden_size
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
+    scores = 4 * config.num_layers * config.num_heads * config.head_dim * rows * slots * context
+    flops = 2 * (layers + head) * rows * slots + scores
+    return max((layers + head + cache) * itemsize / rates.bytes, flops / rates.flops)

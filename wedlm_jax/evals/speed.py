@@ -1,0 +1,155 @@
+"""How fast a decoder is: the same prompts, lengths and batch for each, beside AR of the same weights and the roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig, Decoder
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.roofline import Rates, forward_seconds
+from wedlm_jax.model.handle import Model
+
+Generate = Callable[[Model, Sequence[list[int]], DecodeConfig], list[Completion]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is decoded."""
+
+    task: str
+    batch: int
+    prompt_tokens: int
+    output_tokens: int  # at most, of each row: an end token ends it sooner
+
+    def __str__(self) -> str:
+        return f"{self.task}, batch {self.batch}, {self.prompt_tokens} + {self.output_tokens} tokens"
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """One decoder on one piece of work. Times are medians of the repeats; ratios are of totals over the rows."""
+
+    work: Work
+    decoder: str
+    generated_tokens: int  # of all rows
+    seconds: float  # of the whole call, prefill in it
+    first_token_seconds: float  # of a call that ends as soon as every row has a token
+    tokens_per_second: float
+    tokens_per_forward: float  # of a row
+    p_cache: float
+    forward_milliseconds: float  # one forward of the batch, prefill not in it; NaN where there was but one
+    roofline_milliseconds: float  # the least for a forward over as many slots, by this machine's measured rates
+    speedup_over_ar: float
+    equal_to_ar: int  # rows whose tokens are those of AR
+
+
+def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[list[int]]:
+    """One prompt of exactly `prompt_tokens` tokens a row: problems with their solutions, and last a problem without.
+
+    Raises:
+      UserError: the problems do not make that many tokens, or the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise UserError("the model has no tokenizer, so no task can be put to it")
+    prompts = []
+    for row in range(work.batch):
+        ids = model.tokenizer.encode(problems[row % len(problems)].prompt, add_special_tokens=False)
+        for before in _others(problems, row):
+            if len(ids) >= work.prompt_tokens:
+                break
+            ids = model.tokenizer.encode(f"{before.prompt}{before.solution}\n", add_special_tokens=False) + ids
+        if len(ids) < work.prompt_tokens:
+            raise UserError(
+                f"{len(problems)} problems of {work.task} make {len(ids)} tokens, and prompts of {work.prompt_tokens} are "
+                "wanted; lower --prompts"
+            )
+        prompts.append(ids[-work.prompt_tokens :])
+    return prompts
+
+
+def _others(problems: Sequence[Problem], row: int) -> Iterator[Problem]:
+    """All the problems, from the one after this row's on."""
+    for offset in range(1, len(problems)):
+        yield problems[(row + offset) % len(problems)]
+
+
+def compare(
+    model: Model,
+    work: Work,
+    problems: Sequence[Problem],
+    configs: Sequence[DecodeConfig],
+    rates: Rates,
+    *,
+    repeats: int,
+    generate: Generate = generate,
+) -> list[Speed]:
+    """Every decoder in turns on the same prompts.
+
+    Args:
+      model: whose weights they share.
+      work: what is decoded.
+      problems: of the task.
+      configs: of the decoders; the first one is AR, that the others are set against.
+      rates: of this machine.
+      repeats: timed calls of each, after one that compiles.
+      generate: `wedlm_jax.generate`, or what a test puts in its place.
+    """
+    assert configs[0].decoder == "ar"
+    prompts = prompts_of(model, problems, work)
+    calls = {
+        (config.decoder, first): dataclasses.replace(config, max_new_tokens=1 if first else work.output_tokens)
+        for config in configs
+        for first in (True, False)
+    }
+    completions = {call: generate(model, prompts, config) for call, config in calls.items()}
+    seconds: dict[tuple[Decoder, bool], list[float]] = {call: [] for call in calls}
+    for _ in range(repeats):
+        for call, config in calls.items():
+            start = time.perf_counter()
+            generate(model, prompts, config)
+            seconds[call].append(time.perf_counter() - start)
+    median = {call: statistics.median(times) for call, times in seconds.items()}
+
+    def speed(decoder: Decoder) -> Speed:
+        whole, first = (decoder, False), (decoder, True)
+        stats = [completion.stats for completion in completions[whole]]
+        generated, forwards = sum(s.generated_tokens for s in stats), sum(s.forwards for s in stats)
+        later = _longest(completions[whole]) - _longest(completions[first])
+        slots = sum(s.tokens_processed for s in stats) / forwards
+        return Speed(
+            work,
+            decoder,
+            generated,
+            median[whole],
+            median[first],
+            generated / median[whole],
+            generated / forwards,
+            generated / sum(s.tokens_processed for s in stats),
+            1e3 * (median[whole] - median[first]) / later if later > 0 else float("nan"),
+            1e3
+            * forward_seconds(
+                model.config,
+                rates,
+                rows=work.batch,
+                slots=slots,
+                context=work.prompt_tokens + generated / len(stats) / 2,
+            ),
+            median["ar", False] / median[whole] * generated / _generated(completions["ar", False]),
+            sum(c.ids == ar.ids for c, ar in zip(completions[whole], completions["ar", False], strict=True)),
+        )
+
+    return [speed(config.decoder) for config in configs]
+
+
+def _longest(completions: Sequence[Completion]) -> int:
+    return max(completion.stats.forwards for completion in completions)
+
+
+def _generated(completions: Sequence[Completion]) -> int:
+    return sum(completion.stats.generated_tokens for completion in completions)

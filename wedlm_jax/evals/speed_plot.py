@@ -1,0 +1,52 @@
+"""The speeds as a picture: tokens per second over AR's, by batch, a panel for each task and pair of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from wedlm_jax.evals.plots import COLOURS, MARKERS
+from wedlm_jax.evals.speed import Speed
+
+
+def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
+    """Writes a PNG: a line of panels for each task, a column for each pair of prompt and output length."""
+    tasks = list(dict.fromkeys(s.work.task for s in speeds))
+    lengths = list(dict.fromkeys((s.work.prompt_tokens, s.work.output_tokens) for s in speeds))
+    size = 3.4 * len(lengths) + 0.6, 2.9 * len(tasks) + 1.0
+    figure, grid = plt.subplots(len(tasks), len(lengths), figsize=size, squeeze=False, sharex=True, dpi=110)
+    decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
+    for line, task in zip(grid, tasks, strict=True):
+        for axes, (prompt, output) in zip(line, lengths, strict=True):
+            here = [
+                s for s in speeds if (s.work.task, s.work.prompt_tokens, s.work.output_tokens) == (task, prompt, output)
+            ]
+            for decoder in decoders:
+                of_decoder = [s for s in here if s.decoder == decoder]
+                axes.plot(
+                    [s.work.batch for s in of_decoder],
+                    [s.speedup_over_ar for s in of_decoder],
+                    marker=MARKERS[decoder],
+                    color=COLOURS[decoder],
+                    label=decoder,
+                )
+            axes.axhline(1.0, color=COLOURS["ar"], linewidth=1, linestyle="--", label="AR")
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{task.replace('_', ' ')}, {prompt} + {output} tokens", fontsize=9)
+            axes.grid(color="#e4e4e4")
+            axes.set_axisbelow(True)
+        line[0].set_ylabel("tokens/s over AR's")
+    for axes in grid[-1]:
+        axes.set_xlabel("batch")
+    handles, names = grid[0, 0].get_legend_handles_labels()
+    figure.suptitle(title, fontsize=12)
+    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / size[1], 1, 0.99))
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)

@@ -1,0 +1,103 @@
+"""Speed against quality over the settings of a decoder: tau, lambda and W (Figures 4 and 5a of the paper)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+from scipy.stats import spearmanr
+
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.evals.order import Order, filling_order
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, sweep
+from wedlm_jax.evals.tasks import Task
+from wedlm_jax.model.handle import Model
+
+KEPT_ACCURACY = 0.9  # of AR's: below it a setting has failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One setting."""
+
+    row: Row
+    order: Order
+
+    @property
+    def accuracy(self) -> float:
+        assert self.row.accuracy is not None
+        return self.row.accuracy
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """What may predict speed."""
+        row = self.row
+        return {
+            "p_cache": row.p_cache,
+            "tokens per forward": row.tokens_per_forward,
+            "commit rate": self.order.commit_rate,
+        }
+
+
+def grid(
+    config: DecodeConfig, windows: Sequence[int], thresholds: Sequence[float], penalties: Sequence[float]
+) -> list[Setting]:
+    """Every window size with every tau and lambda."""
+    return [
+        Setting(
+            f"W={window}, tau={tau:g}, lambda={penalty:g}",
+            ADAPTED,
+            dataclasses.replace(config, window_size=window, entropy_threshold=tau, distance_penalty=penalty),
+        )
+        for window, tau, penalty in itertools.product(windows, thresholds, penalties)
+    ]
+
+
+def measure(
+    model: Model,
+    settings: Sequence[Setting],
+    task: Task,
+    problems: list[Problem],
+    *,
+    batch_size: int,
+    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+) -> tuple[Row, list[Point]]:
+    """AR, and every setting: exact match and speed from the compiled loop, the order of filling from a traced run."""
+    ar = Setting("AR", ADAPTED, dataclasses.replace(settings[0].config, decoder="ar"))
+    rows, _ = sweep({ADAPTED: model}, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
+    prompts = [encode_prompt(model, problem.prompt) for problem in problems]
+    lengths = [len(prompt) for prompt in prompts]
+
+    def order(setting: Setting) -> Order:
+        return filling_order(generate(model, prompts, setting.config, trace=True), lengths)
+
+    return rows[0], [Point(row, order(setting)) for row, setting in zip(rows[1:], settings, strict=True)]
+
+
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats in both exact match and tokens per second, by speed."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (-p.row.tokens_per_second, -p.accuracy)):
+        if not front or point.accuracy > front[-1].accuracy:
+            front.append(point)
+    return front
+
+
+def failed(points: Sequence[Point], ar: Row) -> list[Point]:
+    """Those whose exact match is under nine tenths of AR's."""
+    assert ar.accuracy is not None
+    return [point for point in points if point.accuracy < KEPT_ACCURACY * ar.accuracy]
+
+
+def rank_correlations(points: Sequence[Point]) -> dict[str, float]:
+    """Spearman's rho of tokens per second with each measure, over the settings; NaN where one does not vary."""
+    speeds = [point.row.tokens_per_second for point in points]
+
+    def rho(values: list[float]) -> float:
+        return float(spearmanr(speeds, values).statistic) if len(set(values)) > 1 < len(set(speeds)) else float("nan")
+
+    return {name: rho([point.measures[name] for point in points]) for name in points[0].measures}

@@ -1,0 +1,137 @@
+"""Measure speed against quality over tau, lambda and W, name the Pareto front and where it fails, and what predicts speed.
+
+python -m wedlm_jax.tradeoff --model exports/quickstart --task word_problems --out tradeoff
+python -m wedlm_jax.tradeoff --model exports/quickstart --task counting --windows 8 16 32 --thresholds 0.1 0.4 inf
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from wedlm_jax import pretrained
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.evals.show import device
+from wedlm_jax.evals.sweep import Row, Setting
+from wedlm_jax.evals.tasks import Task, task
+from wedlm_jax.evals.tradeoff import KEPT_ACCURACY, Point, failed, grid, measure, pareto_front, rank_correlations
+from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
+from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Tradeoff:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """The weights: an HF directory, a workdir or a hub id."""
+    task: Literal["word_problems", "counting", "copying"] = "word_problems"
+    limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
+    """Held-out problems."""
+    windows: tuple[int, ...] = (16,)
+    """W."""
+    thresholds: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, float("inf"))
+    """tau in nats."""
+    penalties: tuple[float, ...] = (0.0, 1e-3, 1e-2, 2e-2, 1e-1, 1.0, 10.0)
+    """lambda in nats per slot."""
+    batch_size: int = 8
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where tradeoff.json and tradeoff.png go; nowhere if not given."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64)
+
+
+def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
+    """Runs it, prints a table and what follows from it, and returns the points."""
+    if args.out is not None:  # before the first forward
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+    model, chosen = pretrained.load(args.model, args.dtype), task(args.task)
+    settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
+    problems = chosen.problems(args.limit, 0)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=(1 + len(settings)) * len(problems))
+
+        def on_batch(setting: Setting, task: Task, done: int) -> None:
+            progress.update(bar, advance=done, description=setting.label)
+
+        ar, points = measure(model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch)
+    title = f"{args.model}: {args.decode.decoder} on {args.task}, n = {ar.n}, batches of {args.batch_size}, {device()}"
+    console.print(table(ar, points, title))
+    for line in findings(ar, points):
+        console.print(line)
+    if args.out is not None:
+        results = {
+            "model": args.model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
+            "points": [
+                {**dataclasses.asdict(p.row), "commit_rate": p.order.commit_rate, "out_of_order": p.order.out_of_order}
+                for p in points
+            ],
+        }  # fmt: skip
+        with writing(args.out):
+            (args.out / "tradeoff.json").write_text(json.dumps(results, indent=2) + "\n")
+            plot_tradeoff(ar, points, args.out / "tradeoff.png", title)
+        console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
+    return points
+
+
+def table(ar: Row, points: list[Point], title: str) -> Table:
+    """AR, then the settings; the Pareto front is starred."""
+    front = pareto_front(points)
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown.add_column("setting", no_wrap=True)
+    for name in ("exact\nmatch", "tokens/s", "tokens/\nforward", "p_cache", "commit\nrate", "out of\norder"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_row("AR", f"{ar.accuracy:.0%}", f"{ar.tokens_per_second:,.0f}", "1.00", "1.00", "-", "-")
+    for point in points:
+        row, order = point.row, point.order
+        shown.add_row(
+            f"{row.label}{' *' if point in front else ''}", f"{point.accuracy:.0%}", f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_forward:.2f}", f"{row.p_cache:.2f}", f"{order.commit_rate:.2f}", f"{order.out_of_order:.2f}",
+        )  # fmt: skip
+    return shown
+
+
+def findings(ar: Row, points: list[Point]) -> list[str]:
+    """The front, the settings that fail, and the rank correlations, a line each."""
+    front = "; ".join(f"{p.row.label} ({p.accuracy:.0%})" for p in pareto_front(points))
+    lost = failed(points, ar)
+    least = f"under {KEPT_ACCURACY:.0%} of AR's exact match"
+    failing = f"{least}: {'; '.join(p.row.label for p in lost)}" if lost else f"no setting is {least}"
+    correlations = ", ".join(f"{name} {rho:+.2f}" for name, rho in rank_correlations(points).items())
+    return [
+        f"* Pareto front, from fast to exact: {front}.",
+        f"{failing[0].upper()}{failing[1:]}.",
+        f"Rank correlation of tokens/s with {correlations} (Spearman's, over {len(points)} settings).",
+    ]
+
+
+@entry
+def main() -> None:
+    keep_freed_memory()
+    args = parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__, args=spell_none(sys.argv[1:]))
+    require_positive(args, "windows", "limit", "batch_size")
+    gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
+    refuse_beside(args.decode, DecodeConfig(), gridded)
+    for name in ("thresholds", "penalties"):
+        if not getattr(args, name):
+            raise UserError(f"--{name}: give at least one")
+    if args.decode.decoder not in ("streaming", "verified"):
+        raise UserError(f"--decoder {args.decode.decoder}: has no tau and lambda; choose streaming or verified")
+    tradeoff(args, Console())
+
+
+if __name__ == "__main__":
+    main()
