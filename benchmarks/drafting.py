@@ -1,0 +1,97 @@
+"""What verified decoding gets out of its drafts: accepted tokens a forward by drafting rule, acceptance by distance, and ties.
+
+    python -m benchmarks.drafting --model runs/quickstart
+
+Held-out problems of each task in one batch, greedy, float32 at the highest matmul precision; the last part in bfloat16, where
+two orders of summation may pick different tokens: AR and verified of the same weights side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import tyro
+
+from wedlm_jax import Completion, DecodeConfig, Model, generate, load
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.evals.tasks import task
+from wedlm_jax.evaluate import load_exact
+
+TASKS = ("word_problems", "counting", "copying")
+RULES = {
+    "verified": DecodeConfig("verified"),
+    "verified, tau=0.4": DecodeConfig("verified", entropy_threshold=0.4),
+    "verified, tau=1": DecodeConfig("verified", entropy_threshold=1.0),
+    "verified, each below 0.4": DecodeConfig("verified", fill_rule="each", entropy_threshold=0.4),
+    "verified, sum below 2": DecodeConfig("verified", fill_rule="sum", entropy_threshold=2.0),
+    "lookup": DecodeConfig("lookup"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    limit: int = 100
+    """Problems a task."""
+    max_new_tokens: int = 64
+    seed: int = 0
+    """Which problems."""
+
+
+def decode(model: Model, flags: Flags, name: str, config: DecodeConfig) -> list[Completion]:
+    prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, flags.seed)]
+    return generate(model, prompts, dataclasses.replace(config, max_new_tokens=flags.max_new_tokens))
+
+
+def tokens_per_forward(completions: list[Completion]) -> float:
+    stats = [c.stats for c in completions]
+    return sum(s.generated_tokens for s in stats) / sum(s.forwards for s in stats)
+
+
+def acceptance(completions: list[Completion]) -> list[float]:
+    """The share of the drafts checked that agreed with AR, by their distance from the newest token."""
+    longest = max(len(c.acceptance or ()) for c in completions)
+    shares = []
+    for slot in range(longest):
+        here = [c.acceptance[slot] for c in completions if c.acceptance is not None and slot < len(c.acceptance)]
+        shares.append(sum(agreed for _, agreed in here) / sum(checked for checked, _ in here))
+    return shares
+
+
+def gap_where_they_part(verified: Completion, alone: Completion) -> float | None:
+    """How much likelier the AR token is than the verified one, in nats, at the first that differs; None if none does."""
+    assert verified.log_probs is not None and alone.log_probs is not None
+    pairs = zip(verified.ids, alone.ids, verified.log_probs, alone.log_probs, strict=False)
+    return next((of_ar - of_verified for ours, theirs, of_verified, of_ar in pairs if ours != theirs), None)
+
+
+def main() -> None:
+    flags = tyro.cli(Flags, description=__doc__)
+    exact, half = load_exact(flags.model), load(flags.model, "bfloat16")
+    autoregressive = {name: decode(exact, flags, name, DecodeConfig("ar")) for name in TASKS}
+    print(f"tokens per forward of {flags.limit} problems, and how many equal AR:\n\n| drafts | {' | '.join(TASKS)} |")
+    print("|---|" + "---|" * len(TASKS))
+    drafted: dict[str, list[Completion]] = {}
+    for label, config in RULES.items():
+        cells = []
+        for name in TASKS:
+            completions = decode(exact, flags, name, config)
+            same = sum(c.ids == a.ids for c, a in zip(completions, autoregressive[name], strict=True))
+            cells.append(f"{tokens_per_forward(completions):.2f}, {same}/{len(completions)}")
+            if label == "verified":
+                drafted[name] = completions
+        print(f"| {label} | {' | '.join(cells)} |", flush=True)
+    print("\nacceptance of verified decoding by distance, 1 slot first:")
+    for name, completions in drafted.items():
+        print(f"{name}: {' '.join(f'{share:.2f}' for share in acceptance(completions))}")
+    print("\nbfloat16, verified against AR of the same weights:")
+    for name in TASKS:
+        pairs = zip(*(decode(half, flags, name, DecodeConfig(d)) for d in ("verified", "ar")), strict=True)
+        gaps = [gap_where_they_part(ours, alone) for ours, alone in pairs]
+        parted = [f"{gap:.4f}" for gap in gaps if gap is not None]
+        print(f"{name}: {len(parted)} of {len(gaps)} part; AR's token is likelier by {', '.join(parted) or '-'} nats")
+
+
+if __name__ == "__main__":
+    main()
