@@ -38,7 +38,8 @@ class Engine:
     alone.
 
     Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Not
-    thread-safe: use one engine from one thread.
+    thread-safe: use one engine from one thread. A step that an exception interrupts (Ctrl-C) has given its state away, and the
+    engine is of no use after it: `chat` shows how to hold Ctrl-C back. A long prompt is prefilled whole before the next run.
 
     Args:
       model: from `wedlm_jax.load`.
