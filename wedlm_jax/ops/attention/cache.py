@@ -54,6 +54,8 @@ def attend_cache(
             return attend_split(q_BTNH, k_BCKH, v_BCKH, jnp.minimum(end_BT, slots))
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
 
+    if len(contexts) == 1:  # XLA of jax 0.11 crashes on a search in an empty array, inside a loop on several devices
+        return attend_first(S, q_BTNH, k_LBSKH, v_LBSKH, jnp.asarray(layer), end_BT)
     smallest = jnp.searchsorted(jnp.array(contexts[:-1], jnp.int32), jnp.max(end_BT))
     programs = [functools.partial(attend_first, slots) for slots in contexts]
     return jax.lax.switch(smallest, programs, q_BTNH, k_LBSKH, v_LBSKH, jnp.asarray(layer), end_BT)
