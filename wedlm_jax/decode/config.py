@@ -30,16 +30,14 @@ class DecodeConfig:
 
     decoder: Decoder = "streaming"
     window_size: int = 16  # W: masks in play (streaming, verified); at most W - 1 drafts (lookup)
-    entropy_threshold: float | Literal["auto"] | None = (
-        "auto"  # tau in nats: fill what lies below; None = one a step, inf = all
-    )
+    entropy_threshold: float | Literal["auto"] | None = "auto"
+    """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 (streaming, unless calibrated) or 0.7
+    (verified)."""
     distance_penalty: float = 0.02  # lambda in nats per slot right of the leftmost mask (Eq. 11)
-    fill_rule: FillRule = (
-        "auto"  # masks below tau: "each", "sum" (all together) or "run" (from the left); auto: verified run
-    )
-    verify: Verify = (
-        "none"  # "fallback": streaming takes the AR token where no mask passes the rule, not the likeliest guess
-    )
+    fill_rule: FillRule = "auto"
+    """Masks below tau: each, sum (all of them together) or run (from the left); auto: run for verified, else each."""
+    verify: Verify = "none"
+    """fallback: streaming takes the AR token where no mask passes the rule, instead of the likeliest guess."""
     refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
     block_size: int = 32  # J (blockwise)
     confidence_threshold: float = 0.9  # fill what is at least as probable (blockwise); 0 = one a step
