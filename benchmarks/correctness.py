@@ -53,6 +53,8 @@ def main() -> None:
         case = f"H = {head_dim}, {heads} / {kv_heads} heads, blocks of {block_size}"
         found = of_dual_stream(paths, flags.length, head_dim, heads, kv_heads, block_size)
         found["attend_cache"] = of_cache(flags.length, head_dim, heads, kv_heads)
+        if jax.default_backend() == "gpu":
+            found["attend_cache, split"] = of_cache(flags.length, head_dim, heads, kv_heads, split=True)
         rows += [(path, case, *ratios) for path, ratios in found.items()]
     rows.append(("ops.cross_entropy", "half of the rows carry a loss", *of_losses(flags.length)))
     wrong = [row for row in rows if not all(ratio <= ALLOWED for ratio in row[2:])]  # nan is wrong too
@@ -108,11 +110,13 @@ def of_dual_stream(
     return errors(ours, of_real(plain), (q, k, v), jnp.where(real, d_out, 0))
 
 
-def of_cache(slots: int, head_dim: int, heads: int, kv_heads: int, window: int = 16) -> list[float]:
+def of_cache(
+    slots: int, head_dim: int, heads: int, kv_heads: int, window: int = 16, *, split: bool = False
+) -> list[float]:
     """Of the output of a window behind an empty cache and of one behind a cache that is half full."""
     q, k, v, _ = random_heads(2, slots, head_dim, heads, kv_heads)
     end = jnp.array([[1], [slots // 2]]) + jnp.arange(window)
-    through_cache = lambda q, k, v: attend_cache(q, k[None], v[None], jnp.int32(0), end)  # noqa: E731
+    through_cache = lambda q, k, v: attend_cache(q, k[None], v[None], jnp.int32(0), end, split=split)  # noqa: E731
     plain = dense(jnp.arange(slots) < end[..., None])
     return errors({"": through_cache}, plain, (q[:, :window], k, v))[""]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import correctness
 from tests.conftest import examples
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention
@@ -64,3 +65,17 @@ def test_only_who_asks_for_gpu_kernels_decodes_by_them(monkeypatch):
     out, _ = window(q, k[:, :4], v[:, :4], "tokamax", cache=empty, layer=0)
     assert asked == ["split"]
     np.testing.assert_allclose(out, expected, atol=5e-6)
+
+
+def test_the_kernel_lowers_for_cuda():
+    """At the heads of Qwen3-8B in bfloat16."""
+    q = jax.ShapeDtypeStruct((2, 16, 32, 128), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
+    end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    text = jax.jit(attend_split).trace(q, keys, keys, end).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" in text
+
+
+def test_in_bfloat16_it_errs_little_more_than_dense_attention(monkeypatch):
+    monkeypatch.setattr(cache, "attend_split", functools.partial(attend_split, interpret=True))
+    assert max(correctness.of_cache(512, 64, 4, 2, split=True)) <= correctness.ALLOWED
