@@ -20,7 +20,7 @@ class EvaluationConfig:
     text_prompt_characters: int = 240  # their length; whole lines, so at least this
     batch_size: int = 1  # prompts decoded at once, the same for every decoder; 1 is the speed that one user sees
     max_new_tokens: int = 64
-    window_size: int = 16  # W of streaming and verified
+    window_size: int = 16  # W of streaming, verified and lookup
     entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
     verified_entropy_threshold: float = 0.7
     distance_penalty: float = 0.02
@@ -35,7 +35,7 @@ class EvaluationConfig:
         for name in ("held_out_files", "masked_loss_rows", "text_prompts"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be 0 (off) or more")
-        self.autoregressive, self.blockwise, self.verified, self.streaming  # noqa: B018  DecodeConfig checks the rest
+        self.autoregressive, self.blockwise, self.verified, self.lookup, self.streaming  # noqa: B018  DecodeConfig checks the rest
 
     @property
     def autoregressive(self) -> DecodeConfig:
@@ -53,6 +53,10 @@ class EvaluationConfig:
     @property
     def verified(self) -> DecodeConfig:
         return self._window("verified", self.verified_entropy_threshold)
+
+    @property
+    def lookup(self) -> DecodeConfig:
+        return DecodeConfig(decoder="lookup", window_size=self.window_size, max_new_tokens=self.max_new_tokens)
 
     @property
     def streaming(self) -> tuple[DecodeConfig, ...]:

@@ -67,7 +67,7 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
     rows.append(Setting("AR, adapted" if with_base else "AR", ADAPTED, config.autoregressive))
     rows.append(Setting(f"block-wise, J={config.block_size}", ADAPTED, config.blockwise))
     rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]
-    return [*rows, Setting("verified", ADAPTED, config.verified)]
+    return [*rows, Setting("lookup", ADAPTED, config.lookup), Setting("verified", ADAPTED, config.verified)]
 
 
 def sweep(
