@@ -94,10 +94,9 @@ def window_forward(
         return cache, jax.tree.map(lambda x, new: x.at[rows, place].set(new, mode="drop"), reading, new)
 
     widest = jnp.max(jnp.where(state.running, fed, 0))
-    chosen = jnp.searchsorted(jnp.array(widths[:-1], jnp.int32), widest)
-    cache, reading = _switch_in_place(
-        chosen, [functools.partial(forward, width) for width in widths], (state.cache, Reading.zeros(B, C))
-    )
+    branches = [functools.partial(forward, width) for width in widths]
+    chosen = sum((widest > width).astype(jnp.int32) for width in widths[:-1])
+    cache, reading = _switch_in_place(chosen, branches, (state.cache, Reading.zeros(B, C)))
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -125,7 +124,7 @@ def recorded(
 
 
 def _switch_in_place(
-    chosen: jax.Array, branches: Sequence[Callable[[KVCache, Reading], tuple[KVCache, Reading]]], carry: tuple
+    chosen: jax.Array | int, branches: Sequence[Callable[[KVCache, Reading], tuple[KVCache, Reading]]], carry: tuple
 ) -> tuple[KVCache, Reading]:
     """`lax.switch` over what it returns, as loops of one trip or none: XLA updates the carry of a loop in place, but copies
     the whole cache into and out of a conditional that writes it."""
