@@ -45,8 +45,8 @@ def main() -> None:
     print_table(
         f"{machine()}; {flags.heads} heads, {flags.kv_heads} kv heads, H = {flags.head_dim}, blocks of {flags.block_size}, "
         f"{flags.documents} documents, {flags.dtype}, {flags.implementation}, medians of {flags.rounds}",
-        ("L", "", "forward and backward, ms", "of one causal", "useful GFLOP/s", "temporaries, MiB"),
-        [row for length in flags.lengths for row in rows(flags, length)],
+        ("L", "", "forward and backward, ms", "processor, ms", "of one causal", "useful GFLOP/s", "temporaries, MiB"),
+        (row for length in flags.lengths for row in rows(flags, length)),
     )
 
 
@@ -79,6 +79,7 @@ def rows(flags: Flags, length: int) -> list[tuple[str, ...]]:
             f"{length:,}",
             name,
             f"{1e3 * m.seconds:.1f}",
+            f"{1e3 * m.processor_seconds:.1f}",
             f"{m.seconds / measured['causal'].seconds:.2f}",
             f"{useful[name] / m.seconds / 1e9:,.1f}",
             f"{m.temporaries / 2**20:.1f}",

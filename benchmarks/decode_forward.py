@@ -23,6 +23,7 @@ from wedlm_jax.model.config import DType
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.ops.attention import Implementation
 
 FORWARDS = 8  # in a loop
 # Bytes per second, from the makers' data sheets, by what jax calls the device.
@@ -34,6 +35,8 @@ class Flags:
     shape: shapes.Name = "qwen3_8b"
     dtype: DType = "bfloat16"
     """Of parameters, cache and products."""
+    attention: Implementation = "auto"
+    """`tokamax` asks for the split-KV kernel of GPUs."""
     windows: tuple[int, ...] = (1, 16)
     """W."""
     rows: int = 1
@@ -46,7 +49,7 @@ class Flags:
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype)
+    model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
     params = jax.jit(lambda: init_params(model, 0))()
 
     def forwards(params: dict[str, jax.Array], tokens_BW: jax.Array, cache: KVCache) -> Any:
@@ -82,8 +85,9 @@ def main() -> None:
         rows.append((str(window), f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{floor / seconds:.1%}", of_sheet))
     parameters = sum(x.size for x in params.values()) / 1e6
     print_table(
-        f"{machine()}; {flags.shape}, {parameters:,.1f}M parameters, {flags.dtype}, {flags.rows} rows, {flags.context} of "
-        f"{flags.slots} slots used; copying {bandwidth / 1e9:,.0f} GB/s; medians of {flags.rounds}",
+        f"{machine()}; {flags.shape}, {parameters:,.1f}M parameters, {flags.dtype}, attention {flags.attention}, "
+        f"{flags.rows} rows, {flags.context} of {flags.slots} slots used; copying {bandwidth / 1e9:,.0f} GB/s; "
+        f"medians of {flags.rounds}",
         ("W", "ms a forward", "floor by copying, ms", "of that floor", "of the data sheet's"),
         rows,
     )

@@ -37,6 +37,7 @@ fi
 # One set of flags for each stage: of a GPU, and of the smoke run.
 if $smoke; then
   kernels=(xla)
+  decoding=(xla)
   correctness=(--length 128 --cases 1)
   attention=(--lengths 256 --heads 2 --kv-heads 1 --head-dim 16 --rounds 1)
   loss=(--rows 512 --width 32 --vocab-size 512 --rounds 1)
@@ -46,6 +47,7 @@ if $smoke; then
 else
   kernels=(xla)
   if has tokamax; then kernels+=(tokamax); fi
+  decoding=(xla tokamax) # that kernel is jax's own
   correctness=()
   attention=(--lengths 4096 --heads 16 --kv-heads 8 --head-dim 128 --dtype bfloat16)
   loss=(--rows 8192 --width 2048 --vocab-size 151936 --dtype bfloat16)
@@ -80,18 +82,20 @@ stage() {
   printf '. `benchmarks/gpu.sh`%s\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sed 's/^/ · /')"
 } >"$results"
 
-stage "Correctness in bfloat16" 110 benchmarks.correctness "${correctness[@]}"
+stage "Correctness in bfloat16" 100 benchmarks.correctness "${correctness[@]}"
 for kernel in "${kernels[@]}"; do
   stage "Attention, $kernel" 35 benchmarks.attention "${attention[@]}" --implementation "$kernel"
 done
-stage "Losses" 40 benchmarks.loss "${loss[@]}"
+stage "Losses" 35 benchmarks.loss "${loss[@]}"
 for shape in "${steps[@]}"; do
   stage "Training step, $shape, attention $best" 70 benchmarks.train_step --shape "$shape" "${step[@]}" --attention "$best"
 done
 if [[ $best != xla ]]; then
-  stage "Training step, ${steps[0]}, attention xla" 50 benchmarks.train_step --shape "${steps[0]}" "${step[@]}" --attention xla
+  stage "Training step, ${steps[0]}, attention xla" 45 benchmarks.train_step --shape "${steps[0]}" "${step[@]}" --attention xla
 fi
-stage "Decoding forward" 60 benchmarks.decode_forward "${decode[@]}"
+for kernel in "${decoding[@]}"; do
+  stage "Decoding forward, attention $kernel" 45 benchmarks.decode_forward "${decode[@]}" --attention "$kernel"
+done
 if [[ -n "${WEDLM_OFFICIAL:-}" ]]; then
   stage "Training step beside the official one" 120 benchmarks.train_step --shape "${steps[0]}" "${step[@]}" --attention "$best" \
     --official "$WEDLM_OFFICIAL" --official-python "${WEDLM_OFFICIAL_PYTHON:-$python}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import platform
 import statistics
@@ -19,6 +20,7 @@ class Measured:
     """One program."""
 
     seconds: float  # the median of the rounds
+    processor_seconds: float  # of all cores of the host, likewise: on a CPU it hardly depends on what else runs
     temporaries: int  # bytes, of the compiled program
 
 
@@ -44,10 +46,10 @@ def side_by_side(
         for name, (_, args) in programs.items()
     }
 
-    def timed(name: str) -> float:
-        start = time.perf_counter()
+    def timed(name: str) -> tuple[float, float]:
+        start, processor = time.perf_counter(), time.process_time()
         result = jax.block_until_ready(compiled[name](*arguments[name]))
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start, time.process_time() - processor
         if given[name]:
             arguments[name] = (result[0], *arguments[name][1:])
         return seconds
@@ -56,7 +58,10 @@ def side_by_side(
         timed(name)
     seconds = [{name: timed(name) for name in programs} for _ in range(rounds)]
     return {
-        name: Measured(statistics.median(s[name] for s in seconds), compiled[name].memory_analysis().temp_size_in_bytes)
+        name: Measured(
+            *(statistics.median(s[name][clock] for s in seconds) for clock in (0, 1)),
+            temporaries=compiled[name].memory_analysis().temp_size_in_bytes,
+        )
         for name in programs
     }
 
@@ -93,7 +98,7 @@ def machine() -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """In Markdown; the first column is text, the others are numbers."""
+    """In Markdown, each row when it is there; the first column is text, the others are numbers."""
     print(f"{title}\n")
-    for cells in (columns, ["---", *["---:"] * (len(columns) - 1)], *rows):
-        print(f"| {' | '.join(cells)} |")
+    for cells in itertools.chain((columns, ["---", *["---:"] * (len(columns) - 1)]), rows):
+        print(f"| {' | '.join(cells)} |", flush=True)

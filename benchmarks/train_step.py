@@ -77,7 +77,7 @@ def main() -> None:
     print_table(
         f"{machine()}; {flags.shape}, {model.num_layers} layers, {model.dtype}, attention {model.attention}, "
         f"remat {model.remat}, {flags.rows} rows a batch, {flags.documents} documents a row, medians of {flags.rounds}",
-        ("L", "", "ms", "of the products", "tokens/s", "temporaries, MiB"),
+        ("L", "", "ms", "processor, ms", "of the products", "tokens/s", "temporaries, MiB"),
         [row for rows, _ in measured for row in rows],
     )
     print("", *(line for _, line in measured), sep="\n")
@@ -131,6 +131,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
             f"{length:,}",
             name,
             f"{1e3 * m.seconds:.0f}",
+            f"{1e3 * m.processor_seconds:.0f}",
             f"{m.seconds / measured['plain products'].seconds:.2f}",
             f"{flags.rows * length / m.seconds:,.0f}" if name == "whole step" else "",
             f"{m.temporaries / 2**20:.1f}",
