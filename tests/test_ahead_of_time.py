@@ -14,6 +14,7 @@ from wedlm_jax.ahead_of_time import CHIPS, StepReport, canonical, compile_only
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, load_experiment, override
 from wedlm_jax.model.parameters import init_params
+from wedlm_jax.ops import cross_entropy
 from wedlm_jax.program_costs import GATHERING, collectives
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train import main
@@ -146,13 +147,14 @@ def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)")
 def test_on_the_mesh_of_qwen3_8b_cpt_nothing_is_gathered_but_one_layer_at_a_time_and_the_two_ends():
-    """A small variant on v5p:4x4x4: never all layers of a parameter together, and no logits."""
+    """A small variant on v5p:4x4x4: never all layers of a parameter together, tiles of the output layer, no logits."""
     small = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")
     experiment = load_experiment("qwen3_8b_cpt", [*small, "model.intermediate_size=3072"])
     mesh = make_mesh(experiment.mesh, ahead_of_time._devices("v5p:4x4x4"))
     text = ahead_of_time.trace_step(experiment, mesh).lower().compile().as_text()
     params = jax.eval_shape(lambda: init_params(experiment.model, 0))
     one_at_a_time = {x.shape[1:] if name.startswith("layers.") else x.shape for name, x in params.items()}
+    one_at_a_time |= {(cross_entropy._width(params["embed.embedding"], cross_entropy.TILE), 1024)}
     gathered = [one for one in collectives(text) if one.kind in ("all-gather", GATHERING)]
     assert gathered
     for one in gathered:
