@@ -44,8 +44,10 @@ def _mean_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _sum_over_tokens(x: jax.Array) -> jax.Array:
-    rows = x.reshape(-1, x.shape[-1])
-    return jnp.dot(jnp.ones(rows.shape[0], rows.dtype), rows, precision="highest")
+    # The axes of tokens alone become one: heads may be cut over devices, and merged with them would be gathered.
+    rows = x.reshape(-1, *x.shape[2:]) if x.ndim > 2 else x
+    total = jnp.tensordot(jnp.ones(rows.shape[0], rows.dtype), rows, 1, precision="highest")
+    return jnp.sum(total, axis=tuple(range(total.ndim - 1)))
 
 
 rms_norm.defvjp(_forward, _backward)
