@@ -11,6 +11,7 @@ from flax import nnx
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.generation import bucket, verification
 from wedlm_jax.decode.loop import Program
+from wedlm_jax.decode.prefill import CHUNK
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
@@ -18,8 +19,6 @@ from wedlm_jax.engine.programs import COUNTERS, Progress, fill_row, open_rows, p
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.kv_cache import KVCache
-
-PREFILL_CHUNK = 512  # tokens of a prompt that one forward takes; a longer prompt takes several
 
 
 @dataclasses.dataclass
@@ -74,8 +73,8 @@ class RowGroup:
         prompt, config = ticket.request.prompt, ticket.request.config
         cached = len(prompt) - self._holds_back  # the first forward feeds what is held back
         ticket.reused_tokens = min(reused, cached)
-        for start in range(ticket.reused_tokens, cached, PREFILL_CHUNK):
-            piece = prompt[start : min(start + PREFILL_CHUNK, cached)]
+        for start in range(ticket.reused_tokens, cached, CHUNK):
+            piece = prompt[start : min(start + CHUNK, cached)]
             padded = np.zeros((1, bucket(len(piece))), np.int32)
             padded[0, : len(piece)] = piece
             behind = np.array([start], np.int32)
