@@ -73,9 +73,10 @@ def row(**changes):
 def test_the_table_says_every_number_and_what_p_cache_can_be():
     console = Console(file=io.StringIO(), width=80)
     text_row = row(task="text", accuracy=None, low=None, high=None, equal_to_ar=None)
-    console.print(results_table([row(), row(label="streaming, tau=0.25", equal_to_ar=17), text_row], "title"))
+    wide = row(n=200, accuracy=1.0, low=0.98, high=1.0, equal_to_ar=200, tokens_per_second=12345.0)
+    console.print(results_table([row(), row(label="streaming, tau=0.25", equal_to_ar=17), text_row, wide], "title"))
     text = " ".join(console.file.getvalue().split())
-    numbers = ("90 (77-96)", "4.25", "0.21", "812", "1.50x", "40/40", "17/40")
+    numbers = ("90 (77-96)", "4.25", "0.21", "812", "1.50x", "40/40", "17/40", "100 (98-100)", "12345", "200/200")
     for shown in ("counting n = 40", *numbers, "stays at or below 0.5"):
         assert shown in text
     assert "None" not in text

@@ -24,7 +24,8 @@ P_CACHE_NOTE = (
 def results_table(rows: Sequence[Row], title: str) -> Table:
     """One line a row, under a line for each task; fits 80 columns."""
     table = Table(
-        title=title, title_justify="left", caption=P_CACHE_NOTE, caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title, title_justify="left", caption=P_CACHE_NOTE, caption_justify="left", box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column("decoder", no_wrap=True)
     for name in ("exact match\n(95 %)", "tokens/\nforward", "p_cache", "tokens/s", "speed\nvs AR", "same\nas AR"):
@@ -33,7 +34,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
         members = list(group)
         table.add_row(f"[bold]{task}[/bold]", f"n = {members[0].n}")
         for row in members:
-            table.add_row(f"  {row.label}", *_cells(row))
+            table.add_row(f" {row.label}", *_cells(row))
         table.add_section()
     return table
 
