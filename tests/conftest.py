@@ -1,6 +1,8 @@
 """What every test runs under: the CPU, eight devices of it, and the count of random cases."""
 
+import gc
 import os
+from pathlib import Path
 
 # Read by jax when it is first imported. Tests of sharding need more devices than one; eight of them on two busy cores may
 # wait long for each other, and by default XLA aborts the process after 40 seconds of that.
@@ -13,6 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import jax
+import pytest
 from hypothesis import HealthCheck, settings
 
 FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
@@ -33,3 +37,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("wedlm_jax")
+
+
+MANY_MAPS = 30_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps():
+    """A compiled program is a dozen memory maps; Linux allows a process 65,530, and XLA aborts where it gets no more."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_text().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()

@@ -1,7 +1,9 @@
 """The tokenizer: every text round-trips, training is deterministic, its files load anywhere."""
 
+import concurrent.futures
 import json
 import re
+import sys
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,7 @@ from wedlm_jax.data.tokenizer import (
     SPECIAL_TOKENS,
     TokenizerConfig,
     encode_text,
+    encode_with_control_tokens,
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
@@ -82,3 +85,23 @@ def test_a_missing_broken_or_empty_directory_is_one_line(tmp_path):
 def test_a_vocabulary_smaller_than_the_bytes_is_an_error():
     with pytest.raises(UserError, match="tokenizer.vocab_size=100 is too small"):
         TokenizerConfig(vocab_size=100)
+
+
+@pytest.fixture
+def threads_switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-6)  # a thousandth of the default
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_that_encode_text_and_prompts_do_not_change_each_others_tokens(threads_switch_often):
+    """The Rust tokenizer holds "spell out control tokens" as its own state; a race there corrupts training data in silence."""
+    text = "a<|im_end|>b" * 20
+    encoders = (encode_text, encode_with_control_tokens)
+    alone = [encode(TOKENIZER, text) for encode in encoders]
+    assert alone[0] != alone[1]
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(lambda e=encode: [e(TOKENIZER, text) for _ in range(1000)]) for encode in encoders]
+        for run, expected in zip(runs, alone, strict=True):
+            assert all(ids == expected for ids in run.result())

@@ -107,7 +107,9 @@ def test_decoding_equals_the_list_based_reference(loop):
 
 
 def test_a_window_of_one_decodes_as_the_reference():
-    config = DecodeConfig(window_size=1, refill="paper", max_new_tokens=6, stop_ids=(), mask_token_id=MASK)
+    config = DecodeConfig(
+        window_size=1, entropy_threshold=0.4, refill="paper", max_new_tokens=6, stop_ids=(), mask_token_id=MASK
+    )
     row, ours = expected(0, [[1, 2, 3]], [config])[0], generate(tiny_model(0), [[1, 2, 3]], config)[0]
     assert row.margin > TIE
     assert (ours.ids, ours.stats.forwards, ours.stats.tokens_processed) == (row.emitted, row.forwards, row.processed)

@@ -80,7 +80,7 @@ def test_nothing_is_prefilled_where_a_row_holds_the_whole_prompt(prefilled):
 
 
 def test_a_long_prompt_is_prefilled_in_pieces(monkeypatch, prefilled):
-    monkeypatch.setattr(rows_module, "PREFILL_CHUNK", 8)
+    monkeypatch.setattr(rows_module, "CHUNK", 8)
     served, config = engine(), talk("verified")
     assert equals_alone([served.submit(SYSTEM, config)], [SYSTEM], config)
     assert len(prefilled) == 3  # 19 tokens: the last of the prompt waits for the first forward

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.examples import Example, end_token_id
 from wedlm_jax.data.records import BadRecord
+from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError
 
 Message = dict[str, Any]  # role, content, and what the template reads besides (tool_calls, reasoning_content, ...)
@@ -76,7 +77,7 @@ def from_messages(
                 "learned without; take it out of the record, or data.loss_on_turns=last"
             )
         for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = encode_with_control_tokens(tokenizer, text)
             tokens += ids
             learned += [is_learned] * len(ids)
         tokens.append(end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -109,6 +110,18 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"{directory}: the tokenizer cannot be read ({reason}); write its files again") from error
 
 
+# A call sets in the tokenizer itself whether control tokens are spelled out, and then reads it. The thread that packs training
+# data and one that encodes prompts share a tokenizer, so without this each may read what the other has set.
+_ENCODING = threading.Lock()
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of plain text: `<|im_end|>` written inside it is spelled out and never becomes a control token."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    with _ENCODING:
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt, or of what a chat template wrote: `<|im_end|>` in it is the control token."""
+    with _ENCODING:
+        return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
@@ -19,10 +20,10 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
     """
     if isinstance(prompt, str):
-        ids = _tokenizer(model, name).encode(prompt, add_special_tokens=False)
+        ids = encode_with_control_tokens(_tokenizer(model, name), prompt)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         text = render_messages(model, prompt, name)  # type: ignore[arg-type]
-        ids = _tokenizer(model, name).encode(text, add_special_tokens=False)
+        ids = encode_with_control_tokens(_tokenizer(model, name), text)
     elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.decode.config import DecodeConfig, Decoder
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion
@@ -59,11 +60,11 @@ def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[li
         raise UserError("the model has no tokenizer, so no task can be put to it")
     prompts = []
     for row in range(work.batch):
-        ids = model.tokenizer.encode(problems[row % len(problems)].prompt, add_special_tokens=False)
+        ids = encode_with_control_tokens(model.tokenizer, problems[row % len(problems)].prompt)
         for before in _others(problems, row):
             if len(ids) >= work.prompt_tokens:
                 break
-            ids = model.tokenizer.encode(f"{before.prompt}{before.solution}\n", add_special_tokens=False) + ids
+            ids = encode_with_control_tokens(model.tokenizer, f"{before.prompt}{before.solution}\n") + ids
         if len(ids) < work.prompt_tokens:
             raise UserError(
                 f"{len(problems)} problems of {work.task} make {len(ids)} tokens, and prompts of {work.prompt_tokens} are "
