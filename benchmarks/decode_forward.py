@@ -19,6 +19,7 @@ import tyro
 
 from benchmarks import shapes
 from benchmarks.side_by_side import machine, print_table, side_by_side
+from wedlm_jax.evals.roofline import forward_bytes
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, transformer_from
@@ -73,13 +74,11 @@ def main() -> None:
     measured = side_by_side(programs, flags.rounds)
 
     bandwidth = 2 * copied.nbytes / measured["copy"].seconds
-    read = sum(x.nbytes for name, x in params.items() if model.tie_word_embeddings or not name.startswith("embed."))
-    slot = 2 * model.num_layers * model.num_kv_heads * model.head_dim * jnp.dtype(flags.dtype).itemsize
     sheet = BANDWIDTH.get(jax.devices()[0].device_kind)
     rows = []
     for window in flags.windows:
         seconds = measured[str(window)].seconds / FORWARDS
-        moved = read + slot * flags.rows * (flags.context + window)
+        moved = forward_bytes(model, rows=flags.rows, context=flags.context + window)
         floor = moved / bandwidth
         of_sheet = f"{moved / sheet / seconds:.1%}" if sheet else ""
         rows.append((str(window), f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{floor / seconds:.1%}", of_sheet))

@@ -34,6 +34,7 @@ FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in room
 
 # Every import between two rooms of one floor, and why.
 ON_ONE_FLOOR = {
+    ("errors", "version"),  # every command answers --version
     ("train_step", "optimizer"),  # the update
     ("train_step", "train_state"),
     ("train_state", "optimizer"),  # holds its state

@@ -26,10 +26,9 @@ from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.agreement import disagreements
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import parse, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
-from wedlm_jax.version import __version__
 
 THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
 PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
@@ -120,9 +119,7 @@ def as_table(measured: Sequence[Calibration], chosen: Calibration | None) -> Tab
 def _check_flags(args: Calibrate) -> None:
     if not 0 <= args.max_disagreement < 1:
         raise UserError(f"--max-disagreement {args.max_disagreement:g}: must lie in [0, 1)")
-    for flag, value in (("--limit", args.limit), ("--batch-size", args.batch_size)):
-        if value < 1:
-            raise UserError(f"{flag} {value}: must be at least 1")
+    require_positive(args, "limit", "batch_size")
     if args.decode.decoder != "streaming":
         raise UserError(
             f"--decoder {args.decode.decoder}: calibrated is streaming; its tau and lambda are what is chosen"
@@ -137,9 +134,6 @@ def _check_flags(args: Calibrate) -> None:
 
 @entry
 def main() -> None:
-    if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {__version__}")
-        return
     args = parse(Calibrate, prog="python -m wedlm_jax.calibrate", description=__doc__, args=spell_none(sys.argv[1:]))
     calibrate(args, Console())
 

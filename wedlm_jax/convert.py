@@ -6,7 +6,6 @@ python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arc
 from __future__ import annotations
 
 import dataclasses
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +21,6 @@ from wedlm_jax.flags import parse
 from wedlm_jax.hf.config import Arch, read_json
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
-from wedlm_jax.version import __version__
 
 TOLERANCE = 1e-4  # of max(1, largest logit), in float32
 
@@ -121,9 +119,6 @@ def _size_of(directory: Path) -> int:
 
 @entry
 def main() -> None:
-    if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {__version__}")
-        return
     jax.config.update("jax_platforms", "cpu")  # float32 is float32 there, and no accelerator is needed or taken
     convert(parse(Convert, prog="python -m wedlm_jax.convert", description=__doc__))
 

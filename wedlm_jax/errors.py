@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from wedlm_jax.version import __version__
+
 
 class UserError(ValueError):
     """Bad input: a config, data line, checkpoint, weight file, prompt or flag.
@@ -28,10 +30,13 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command: a `UserError`, or a file that the system refuses, becomes `error: ...` on stderr and exit status 2,
-    without a traceback."""
+    without a traceback. `--version` is answered here, for every command."""
 
     @functools.wraps(main)
     def run() -> None:
+        if "--version" in sys.argv[1:]:
+            print(f"wedlm_jax {__version__}")
+            return
         try:
             main()
         except UserError as error:

@@ -252,9 +252,6 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 @entry
 def main() -> None:
     keep_freed_memory()
-    if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {__version__}")
-        return
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")

@@ -49,19 +49,13 @@ class Flags:
     """show the experiment with its overrides as JSON, and train nothing"""
     compile_only: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
     """compile the step for a TPU slice such as v5p:4x4x4, without a TPU, and tell its memory and least time"""
-    version: bool = False
-    """show the version"""
 
 
 @entry
 def main() -> None:
     keep_freed_memory()
     flags = parse(Flags, prog="python -m wedlm_jax.train", config=(tyro.conf.FlagCreatePairsOff,))
-    if flags.version:
-        from wedlm_jax.version import __version__
-
-        print(f"wedlm_jax {__version__}")
-    elif flags.list:
+    if flags.list:
         for name, summary in list_experiments().items():
             print(f"{name:24} {summary}")
     elif flags.exp is None:

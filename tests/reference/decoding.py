@@ -102,7 +102,8 @@ class Row:
         return filled
 
     def _adjusted(self, logits: np.ndarray, masks: list[int]) -> dict[int, float]:
-        return {i: _entropy(logits[i]) + self.config.distance_penalty * (i - masks[0]) for i in masks}
+        penalty = 0.02 if self.config.distance_penalty == "auto" else self.config.distance_penalty
+        return {i: _entropy(logits[i]) + penalty * (i - masks[0]) for i in masks}
 
     def select_by_confidence(self, logits: np.ndarray, masks: list[int]) -> list[int]:
         """At least as probable as the threshold, or else the most probable one; a threshold of 0 fills one a step."""

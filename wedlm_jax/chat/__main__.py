@@ -28,7 +28,6 @@ from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
-from wedlm_jax.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +54,7 @@ def chat(args: Chat, console: Console) -> None:
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
     )
-    with notes.status(
-        "compiling"
-    ):  # so that the first answer is not timed with it; two tokens, so that one is prefilled
+    with notes.status("compiling"):  # the first answer is not timed with it; of two tokens one is prefilled
         engine.submit([0, 0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
     for said in spoken(console):
         if said == "/quit":
@@ -134,9 +131,6 @@ def note(console: Console, line: str) -> None:
 
 @entry
 def main() -> None:
-    if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {__version__}")
-        return
     args = parse(Chat, prog="python -m wedlm_jax.chat", description=__doc__, args=spell_none(sys.argv[1:]))
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 is no reason to end

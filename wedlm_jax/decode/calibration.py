@@ -33,13 +33,11 @@ class Calibration:
                 raise UserError(f"{field.name}={value!r}: must be a number of at least 0")
 
     def apply(self, config: DecodeConfig) -> DecodeConfig:
-        """`config` with tau and lambda as measured, where it is streaming's and leaves tau at auto. A distance penalty other
-        than the default stays."""
+        """`config` with tau and lambda as measured, where it is streaming's and leaves tau at auto. A distance penalty that is
+        given stays."""
         if config.decoder != "streaming" or config.verify != "none" or config.entropy_threshold != "auto":
             return config
-        penalty = config.distance_penalty
-        if penalty == DecodeConfig.distance_penalty:
-            penalty = self.distance_penalty
+        penalty = self.distance_penalty if config.distance_penalty == "auto" else config.distance_penalty
         return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
 
     def in_words(self) -> str:

@@ -19,6 +19,7 @@ Refill = Literal["eager", "paper"]
 Verify = Literal["none", "fallback"]
 FillRule = Literal["auto", "each", "sum", "run"]
 PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
+PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
@@ -33,7 +34,7 @@ class DecodeConfig:
     entropy_threshold: float | Literal["auto"] | None = "auto"
     """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 (streaming, unless calibrated) or 0.7
     (verified)."""
-    distance_penalty: float = 0.02  # lambda in nats per slot right of the leftmost mask (Eq. 11)
+    distance_penalty: float | Literal["auto"] = "auto"  # lambda in nats per slot right of the leftmost mask (Eq. 11)
     fill_rule: FillRule = "auto"
     """Masks below tau: each, sum (all of them together) or run (from the left); auto: run for verified, else each."""
     verify: Verify = "none"
@@ -66,6 +67,8 @@ class DecodeConfig:
                 raise UserError(f"{name}={value}: must be at least {least}")
         # `not (x >= 0)` instead of `x < 0`, so that NaN is refused too.
         for name in ("distance_penalty", "temperature"):
+            if getattr(self, name) == "auto" and name == "distance_penalty":
+                continue
             if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name}={getattr(self, name)}: must be a finite number of at least 0")
         tau = self.entropy_threshold
@@ -109,6 +112,11 @@ class DecodeConfig:
         if self.entropy_threshold == "auto":
             return DRAFT_THRESHOLD if self.decoder == "verified" else PAPER_THRESHOLD
         return -math.inf if self.entropy_threshold is None else self.entropy_threshold
+
+    @property
+    def penalty(self) -> float:
+        """The distance penalty as a number."""
+        return PAPER_PENALTY if self.distance_penalty == "auto" else self.distance_penalty
 
     @property
     def rule(self) -> int:
@@ -190,7 +198,7 @@ class RowSettings:
         return cls(
             window_size=column("window_size", "int32"),
             entropy_threshold=column("tau", "float32"),
-            distance_penalty=column("distance_penalty", "float32"),
+            distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),
             block_size=column("block_size", "int32"),
             confidence_threshold=jnp.asarray([c.confidence_threshold or math.inf for c in configs], "float32"),

@@ -94,11 +94,11 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the caches that are held now."""
-        return sum(cache_bytes(self.model.config, self._num_rows, group.slots) for group in self._groups.values())
+        return sum(self._bytes(group.slots) for group in self._groups.values())
 
     def bytes_for(self, config: DecodeConfig = DecodeConfig()) -> int:
         """Bytes of the cache that the first request with such settings takes."""
-        return cache_bytes(self.model.config, self._num_rows, cache_slots(self.context, config.slots))
+        return self._bytes(cache_slots(self.context, config.slots))
 
     def submit(
         self, prompt: Prompt, config: DecodeConfig = DecodeConfig(), *, row: int = 0, name: str = "prompt",
@@ -166,6 +166,9 @@ class Engine:
             self._waiting.remove(ticket)
         for group in self._groups.values():
             group.withdraw(ticket)
+
+    def _bytes(self, slots: int) -> int:
+        return cache_bytes(self.model.config, self._num_rows, slots, self.model.mesh)
 
     def _admit(self) -> None:
         """In the order of arrival, but past requests whose own group is full."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
+import jax
+from jax.sharding import Mesh
 
+from wedlm_jax.decode.loop import over
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
 
 # Cache slots of a row are rounded up to a multiple of this. Decoders whose windows differ then mostly have rows of one
 # length, and share the programs of prefill.
@@ -16,11 +19,14 @@ def cache_slots(context: int, window_slots: int) -> int:
     return -(-(context + window_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
-def cache_bytes(config: ModelConfig, rows: int, slots: int) -> int:
-    """Bytes of the keys and values of `rows` rows with `slots` slots each."""
-    return (
-        2 * config.num_layers * rows * slots * config.num_kv_heads * config.head_dim * jnp.dtype(config.dtype).itemsize
-    )
+def cache_bytes(config: ModelConfig, rows: int, slots: int, mesh: Mesh | None = None) -> int:
+    """Bytes of the keys and values of `rows` rows with `slots` slots each, on all devices together."""
+
+    def zeros() -> KVCache:
+        with over(mesh):
+            return KVCache.zeros(config, rows, slots)
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(zeros)))
 
 
 def in_words(size: int) -> str:

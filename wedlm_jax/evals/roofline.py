@@ -45,6 +45,12 @@ def _seconds(run: jax.stages.Wrapped, x: jax.Array) -> float:
     return statistics.median(seconds)
 
 
+def forward_bytes(config: ModelConfig, *, rows: int, context: float) -> float:
+    """What a forward reads at least: every parameter of the layers and the output layer, and the cache slots in use, once."""
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
+    return (_parameters(config) + cache) * jnp.dtype(config.dtype).itemsize
+
+
 def forward_seconds(config: ModelConfig, rates: Rates, *, rows: int, slots: float, context: float) -> float:
     """The least time of one forward over the window slots of a batch: of reading, or of computing, whichever takes longer.
 
@@ -55,9 +61,10 @@ def forward_seconds(config: ModelConfig, rates: Rates, *, rows: int, slots: floa
       slots: window slots of a row that are fed; every one of them passes the output layer.
       context: cache slots that a row reads.
     """
-    itemsize = jnp.dtype(config.dtype).itemsize
-    layers, head = non_embedding_parameters(config), config.vocab_size * config.hidden_size
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
     scores = 4 * config.num_layers * config.num_heads * config.head_dim * rows * slots * context
-    flops = 2 * (layers + head) * rows * slots + scores
-    return max((layers + head + cache) * itemsize / rates.bytes, flops / rates.flops)
+    flops = 2 * _parameters(config) * rows * slots + scores
+    return max(forward_bytes(config, rows=rows, context=context) / rates.bytes, flops / rates.flops)
+
+
+def _parameters(config: ModelConfig) -> int:
+    return non_embedding_parameters(config) + config.vocab_size * config.hidden_size

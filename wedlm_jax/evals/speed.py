@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
@@ -14,9 +14,8 @@ from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
+from wedlm_jax.evals.sweep import Generate
 from wedlm_jax.model.handle import Model
-
-Generate = Callable[[Model, Sequence[list[int]], DecodeConfig], list[Completion]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -73,7 +73,9 @@ def measure(
     lengths = [len(prompt) for prompt in prompts]
 
     def order(setting: Setting) -> Order:
-        return filling_order(generate(model, prompts, setting.config, trace=True), lengths)
+        starts = range(0, len(prompts), batch_size)
+        traced = [c for i in starts for c in generate(model, prompts[i : i + batch_size], setting.config, trace=True)]
+        return filling_order(traced, lengths)
 
     return rows[0], [Point(row, order(setting)) for row, setting in zip(rows[1:], settings, strict=True)]
 

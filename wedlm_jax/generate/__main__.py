@@ -26,7 +26,6 @@ from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.flags import parse
-from wedlm_jax.version import __version__
 
 KINDS = {
     "prompt": "a string",
@@ -200,9 +199,6 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 @entry
 def main() -> None:
-    if "--version" in sys.argv[1:]:
-        print(f"wedlm_jax {__version__}")
-        return
     generate(parse(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
 
 

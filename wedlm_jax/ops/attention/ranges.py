@@ -119,8 +119,8 @@ def _backward(residuals, cotangents):
     def query_tile(d_keys_and_values, xs):
         q_KRH, d_out_KRH, lse_KR, delta_KR, start_R, end_R = xs
 
-        # Scores lie with the keys first here, so that no product contracts the first axis of both factors: a CPU takes
-        # half as long again for those.
+        # Scores lie with the keys first here, so that no product contracts the first axis of both factors: on a CPU those
+        # are the slow ones (benchmarks/layouts.py).
         def add(tile, carry):
             d_q_KHR, d_k_KSH, d_v_KSH = carry
             k_KCH, v_KCH = _slice(k_KSH, tile), _slice(v_KSH, tile)

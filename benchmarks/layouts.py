@@ -1,0 +1,78 @@
+"""The same arithmetic written in two ways, as XLA on CPU does it: why norms, attention and projections are written as they are.
+
+    python -m benchmarks.layouts
+
+Shapes are those of `benchmarks.train_step`: 2,048 tokens, D = 512, 8 heads of 64, tiles of 256 keys and 512 queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.side_by_side import machine, print_table, side_by_side
+
+TIMES = 20  # in a loop, so that a call's own time does not count
+ROUNDS = 7
+
+
+def main() -> None:
+    heads, out = _random((1, 2048, 8, 64), (1, 2048, 8, 64))
+    (x,) = _random((1, 2048, 512))
+    scores, queries = _random((4, 512, 256), (4, 512, 64))
+    pairs: dict[str, tuple[tuple[Any, Any], tuple[jax.Array, jax.Array]]] = {
+        "sum of products over the last of four axes: `sum`, `vecdot`": (
+            (lambda a, b: jnp.sum(a * b, axis=-1), lambda a, b: jnp.vecdot(a, b)), (heads, out),
+        ),
+        "gradient of a kernel [D, N, H], summed over: batch and length, one axis of tokens": (
+            (
+                lambda a, b: jnp.einsum("BLD,BLNH->DNH", _silu(a), _silu(b)),
+                lambda a, b: jnp.einsum("TD,TNH->DNH", _silu(a[0]), _silu(b[0])),
+            ),
+            (x, out),
+        ),
+        "scores by queries, summed over queries: queries first, keys first": (
+            (lambda a, b: jnp.einsum("KRC,KRH->KCH", a, b), lambda a, b: jnp.einsum("KCR,KRH->KCH", a.reshape(4, 256, 512), b)),
+            (scores, queries),
+        ),
+    }  # fmt: skip
+    programs = {
+        f"{name}|{which}": (_repeated(function), arguments)
+        for name, (functions, arguments) in pairs.items()
+        for which, function in zip(("first", "second"), functions, strict=True)
+    }
+    measured = side_by_side(programs, ROUNDS)
+    rows = []
+    for name in pairs:
+        first, second = (measured[f"{name}|{which}"].processor_seconds for which in ("first", "second"))
+        rows.append((name, f"{1e3 * first / TIMES:.2f}", f"{1e3 * second / TIMES:.2f}", f"{first / second:.1f}"))
+    print_table(
+        f"{machine()}; float32, processor time, medians of {ROUNDS}", ("", "first, ms", "second, ms", "ratio"), rows
+    )
+
+
+def _repeated(function: Any) -> Any:
+    """Each turn's input depends on the turn before, so that none is left out."""
+
+    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+        def turn(_: Any, carry: jax.Array) -> jax.Array:
+            return 1e-9 * jnp.ravel(function(a + carry, b))[0]
+
+        return jax.lax.fori_loop(0, TIMES, turn, jnp.float32(0))
+
+    return run
+
+
+def _random(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+
+
+def _silu(x: jax.Array) -> jax.Array:
+    """As in training, where what meets in the product comes from elementwise work that XLA fuses with its copies."""
+    return x * jax.nn.sigmoid(x)
+
+
+if __name__ == "__main__":
+    main()
