@@ -124,6 +124,7 @@ def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file
     by_ratio = results["masked_loss_by_ratio"]
     assert set(by_ratio) == {"0.1", "0.3", "0.5", "0.7", "0.9"}
     assert results["masked_loss"] == pytest.approx(sum(by_ratio.values()) / 5)
+    assert 0 <= results["masked_accuracy"] <= 1 and "masked_loss_in_place" not in results
     assert [set(c) for c in results["continuations"]] == [{"prompt", *(row["label"] for row in results["rows"])}] * 2
     assert all(row["accuracy"] is None and row["n"] == 2 for row in results["rows"])
     assert "held-out prompt 2" in shown

@@ -28,7 +28,7 @@ from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.likelihood import BitsPerByte
+from wedlm_jax.evals.likelihood import BitsPerByte, Recovery
 from wedlm_jax.evals.sweep import ADAPTED, settings_of
 from wedlm_jax.experiment import Experiment, ModelConfig, ModelOverrides, TokenizerConfig, TrainConfig, override
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
@@ -59,7 +59,8 @@ CHANGED = {
     EvaluationConfig: {
         "tasks": ("copying",), "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,
         "text_prompt_characters": 90, "batch_size": 2, "max_new_tokens": 9, "window_size": 4, "entropy_thresholds": (0.3,),
-        "verified_entropy_threshold": 0.3, "distance_penalty": 0.3, "block_size": 4, "confidence_threshold": 0.3, "seed": 1,
+        "verified_entropy_threshold": 0.3, "distance_penalty": 0.3, "block_size": 4, "confidence_threshold": 0.3,
+        "in_place": True, "seed": 1,
     },
     Experiment: {"name": "other", "init_from": "second"},
 }  # fmt: skip
@@ -178,9 +179,9 @@ def evaluation(tmp_path_factory):
             seen["texts"] = len(texts)
             return BitsPerByte(bits=1.0, bytes=1, tokens=1)
 
-        def masked_loss_by_ratio(model, rows, *, block_size):
+        def recovery_by_ratio(model, rows, *, block_size, reorder):
             seen["rows"] = [row.tokens.shape for row in rows], block_size
-            return {0.5: 1.0}
+            return {0.5: Recovery(1.0, 0.5)}
 
         tasks = [(evaluate.task(name), config.problems_per_task) for name in config.tasks]
         if config.text_prompts:
@@ -190,7 +191,7 @@ def evaluation(tmp_path_factory):
         settings = settings_of(config, with_base=False)
         plan = evaluate.Plan("x", {ADAPTED: model}, settings, problems, config, trained, None)
         with pytest.MonkeyPatch.context() as patch:
-            for stand_in in (sweep, bits_per_byte, masked_loss_by_ratio):
+            for stand_in in (sweep, bits_per_byte, recovery_by_ratio):
                 patch.setattr(evaluate, stand_in.__name__, stand_in)
             for name in ("results_table", "show_continuations", "show_one_decode"):
                 patch.setattr(evaluate, name, lambda *_: "")

@@ -100,7 +100,7 @@ LOSSES_SEEN: dict[str, float] = {}
 # Every field of ObjectiveConfig; the last two say what is fed and when, and not how the loss is made of it.
 OBJECTIVE = {
     "block_size": 2, "in_block": "bidirectional", "streams": "single", "normalization": "tokens", "ar_loss_weight": 0,
-    "mask_token_id": 310, "ar_steps": 2,
+    "mask_token_id": 310, "ar_steps": 2, "reorder": False,
 }  # fmt: skip
 NOT_OF_THE_LOSS = ("mask_token_id", "ar_steps")
 

@@ -33,7 +33,7 @@ from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio
+from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
@@ -184,18 +184,24 @@ def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[
 
 
 def evaluate_masks(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
-    """The masked-token loss on held-out rows by mask ratio, in blocks of evaluation.block_size, and its mean."""
+    """Loss and accuracy of masked tokens on held-out rows by mask ratio, in blocks of evaluation.block_size, and their means;
+    with evaluation.in_place also without reordering."""
     model, block_size = plan.models[ADAPTED], plan.config.block_size
     assert model.tokenizer is not None  # a workdir has one
     size = min(ROWS_OF_A_FORWARD, plan.config.masked_loss_rows)
     stream = batches(experiment.data, model.tokenizer, block_size, size, plan.config.seed, "held_out")
     rows = [next(stream) for _ in range(-(-plan.config.masked_loss_rows // size))]
-    by_ratio = masked_loss_by_ratio(model, rows, block_size=block_size)
-    console.print(
-        "masked-token loss in nats by mask ratio: " + ", ".join(f"{r:g}: {x:.3f}" for r, x in by_ratio.items())
-    )
-    mean = sum(by_ratio.values()) / len(by_ratio)
-    return {"masked_loss_by_ratio": {f"{ratio:g}": loss for ratio, loss in by_ratio.items()}, "masked_loss": mean}
+    results: dict[str, Any] = {}
+    for reorder in (True, False) if plan.config.in_place else (True,):
+        by_ratio = recovery_by_ratio(model, rows, block_size=block_size, reorder=reorder)
+        shown = ", ".join(f"{ratio:g}: {r.loss:.3f} ({r.accuracy:.0%})" for ratio, r in by_ratio.items())
+        where = "" if reorder else ", masks in place"
+        console.print(f"masked-token loss in nats (and tokens recovered) by mask ratio{where}: {shown}")
+        for name in ("loss", "accuracy"):
+            values = {f"{ratio:g}": getattr(recovery, name) for ratio, recovery in by_ratio.items()}
+            key = f"masked_{name}" if reorder else f"masked_{name}_in_place"
+            results |= {f"{key}_by_ratio": values, key: sum(values.values()) / len(values)}
+    return results
 
 
 def show_continuations(

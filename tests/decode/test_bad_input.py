@@ -32,6 +32,7 @@ FIELDS = {
     "stop": ["END", ("",), (1,), None],
     "mask_token_id": ["x", 1.0, True],
     "ban_mask": [1, None],
+    "reorder": [0, "none"],
     "seed": [None, 0.5, -1, 2**32],
 }
 

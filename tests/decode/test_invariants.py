@@ -64,10 +64,11 @@ def test_a_row_alone_equals_the_row_in_a_batch(loop):
     assert outcomes(PROMPTS[:1], warm) == outcomes(PROMPTS, warm)[:1]
 
 
+@pytest.mark.parametrize("reorder", [True, False])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop):
+def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop, reorder):
     """Slots below the cursor hold what a plain causal pass over prompt and output would have put there."""
-    config = dataclasses.replace(config_of(loop, temperature=0.7), mask_token_id=MASK)
+    config = dataclasses.replace(config_of(loop, temperature=0.7, reorder=reorder), mask_token_id=MASK)
     graph, params = split(tiny_model())
 
     def prefilled(prompts: list[list[int]], config: DecodeConfig):
@@ -181,6 +182,7 @@ FIELDS: dict[str, tuple[DecodeConfig, object]] = {
     "fill_rule": (config_of("streaming_eager", entropy_threshold=1.6), "sum"),
     "verify": (config_of("streaming_eager"), "fallback"),
     "refill": (config_of("streaming_eager"), "paper"),
+    "reorder": (config_of("streaming_eager", distance_penalty=0.0), False),
     "block_size": (config_of("blockwise"), 3),
     "confidence_threshold": (config_of("blockwise"), 0.2),
     "max_new_tokens": (config_of("ar"), 13),

@@ -12,7 +12,7 @@ from tests.reference.diffusion import memory_stream, prediction_stream
 from wedlm_jax.diffusion.dual_stream import build_dual_stream, next_token_targets, visibility
 from wedlm_jax.model.patterns import DualStream
 
-build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_size", "whole_documents"))
+build = quick_jit(build_dual_stream, static_argnames=("mask_token_id", "block_size", "whole_documents", "reorder"))
 visible_by_equation = quick_jit(visibility, static_argnames=("block_size", "in_block"))
 
 
@@ -63,6 +63,20 @@ def test_the_single_stream_is_each_document_as_one_block(rows):
         is_mask = [row.masked for row in expected]
         np.testing.assert_array_equal(targets[is_mask], [row.target for row in expected if row.masked])
     np.testing.assert_array_equal(batch.tokens[:, :length], rows.tokens)
+
+
+@given(packed_rows())
+def test_in_standard_order_every_token_and_mask_keeps_its_place(rows):
+    """And nothing else changes: targets, labels and gammas are those of the reordered batch, moved back."""
+    for whole in (False, True):
+        sizes = dict(mask_token_id=MASK_TOKEN_ID, block_size=rows.block_size, whole_documents=whole)
+        ours, reordered = (build(*rows.batch(), **sizes, reorder=reorder) for reorder in (False, True))
+        length = rows.tokens.shape[1]
+        np.testing.assert_array_equal(ours.tokens[:, length:], np.where(rows.masked, MASK_TOKEN_ID, rows.tokens))
+        for name, expected in (("positions", rows.positions), ("masked", rows.masked), ("targets", rows.tokens)):
+            np.testing.assert_array_equal(getattr(ours, name)[:, length:], expected)
+        for name in ("segment_ids", "mask_ratio", "labelled", "learned"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(reordered, name))
 
 
 @given(packed_rows())

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.evals.models import tiny_model
+from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.data.pipeline import DataConfig, batches
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.likelihood import bits_per_byte, masked_loss_by_ratio, scoring_rows
+from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio, scoring_rows
 
 TEXTS = ["def f(x):\n    return x + 1\n", "é", "import os\n" * 9]
 
@@ -57,14 +58,33 @@ def test_a_text_longer_than_a_row_is_still_scored_to_its_end():
 def test_masked_loss_of_a_random_model_is_near_uniform_at_every_ratio():
     model = tiny_model()
     stream = batches(DataConfig(row_length=64), model.tokenizer, 8, 2, 0, "held_out")
-    losses = masked_loss_by_ratio(model, [next(stream), next(stream)], block_size=8, ratios=(0.25, 1.0))
-    assert list(losses) == [0.25, 1.0]
-    assert np.allclose(list(losses.values()), math.log(model.config.vocab_size), atol=1.5)
-    assert losses[0.25] != losses[1.0]
+    found = recovery_by_ratio(model, [next(stream), next(stream)], block_size=8, ratios=(0.25, 1.0))
+    assert list(found) == [0.25, 1.0]
+    assert np.allclose([r.loss for r in found.values()], math.log(model.config.vocab_size), atol=1.5)
+    assert found[0.25].loss != found[1.0].loss and all(r.accuracy < 0.1 for r in found.values())
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+def test_recovery_is_that_of_one_dense_forward(reorder):
+    """Half of the only block masked: one causal forward over it in either order, since no memory lies before it."""
+    model = tiny_model()
+    tokens = np.array([[5, 6, 7, 8, 9, 10, 11, 12]], np.int32)
+    places, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
+    batch = PackedBatch(tokens=tokens, loss_mask=ones > 0, positions=places, segment_ids=ones, document_ids=ones)
+    found = recovery_by_ratio(model, [batch], block_size=8, reorder=reorder, ratios=(0.5,))[0.5]
+    keys = jax.random.uniform(jax.random.fold_in(jax.random.key(0), 0), (1, 1, 8))[0, 0]
+    masked = np.isin(np.arange(8), np.argsort(keys)[:4])
+    order = [*np.flatnonzero(~masked), *np.flatnonzero(masked)] if reorder else list(range(8))
+    fed = jnp.asarray(np.where(masked, model.mask_token_id, tokens[0])[order])[None]
+    log_p = np.asarray(jax.nn.log_softmax(model(fed, positions=jnp.asarray(order)[None])))[0]
+    right = tokens[0][order]
+    where = np.flatnonzero(masked[order])
+    assert found.loss == pytest.approx(-log_p[where, right[where]].mean(), rel=1e-4)
+    assert found.accuracy == (log_p[where].argmax(-1) == right[where]).mean()
 
 
 def test_a_ratio_that_masks_nothing_in_small_blocks_is_named():
     model = tiny_model()
     batch = next(batches(DataConfig(row_length=64), model.tokenizer, 4, 2, 0, "held_out"))
     with pytest.raises(UserError, match="block_size=4: at a mask ratio of 0.1 no token of a block is masked"):
-        masked_loss_by_ratio(model, [batch], block_size=4)
+        recovery_by_ratio(model, [batch], block_size=4)

@@ -1,5 +1,7 @@
 """The sweep: fixed batches, warm clock, ratios of totals, AR of the same weights as the reference."""
 
+import dataclasses
+
 import pytest
 
 from tests.evals.models import tiny_model
@@ -117,3 +119,12 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
 def test_bad_evaluation_settings_are_refused(field, value):
     with pytest.raises(UserError):
         EvaluationConfig(**{field: value})
+
+
+def test_in_place_measures_every_decoder_that_fills_masks_once_more_without_reordering():
+    plain, both = (settings_of(EvaluationConfig(in_place=chosen), with_base=True) for chosen in (False, True))
+    assert both[: len(plain)] == plain and all(s.config.reorder for s in plain)
+    again = [s for s in plain if s.config.decoder in ("blockwise", "streaming", "verified")]
+    assert [(s.label, s.config) for s in both[len(plain) :]] == [
+        (f"{s.label}, in place", dataclasses.replace(s.config, reorder=False)) for s in again
+    ]

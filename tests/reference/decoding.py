@@ -34,9 +34,12 @@ class Row:
     margin: float = math.inf
 
     def forward(self, window: list[int | None]) -> np.ndarray:
-        """Logits [len(window), V] in logical order; the window is fed filled tokens first, masks last, positions kept."""
+        """Logits [len(window), V] in logical order; the window is fed filled tokens first, masks last, positions kept, or as it
+        stands without reordering."""
         base, slots = len(self.context), range(len(window))
         order = [i for i in slots if window[i] is not None] + [i for i in slots if window[i] is None]
+        if not self.config.reorder:
+            order = list(slots)
         fed = [self.config.mask_token_id if window[i] is None else window[i] for i in order]
         positions = [*range(base), *(base + i for i in order)]
         physical = self.model.logits(self.context + fed, positions)[base:]

@@ -22,6 +22,6 @@ def autoregressive_step(
     state, reading = window_forward(transformer, state, settings, fed, slot, widths=(1,), most_read=1)
     state, kept = emit(state, settings, reading.tokens, fed, reading.log_probs)
     filling = slot & before.running[:, None]
-    record = recorded(before, fed, reading, filling, kept)
+    record = recorded(before, settings, fed, reading, filling, kept)
     state = advance(state, kept)
     return dataclasses.replace(state, window=reading.tokens, filled=jnp.ones_like(state.filled)), record

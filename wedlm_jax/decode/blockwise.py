@@ -41,5 +41,5 @@ def blockwise_step(
     state = advance(state, jnp.where(state.running, lead, 0))
     done = jnp.all(state.filled | (slots >= block[:, None]), axis=1)
     state, kept = emit(state, settings, state.window, jnp.where(done, block, 0))
-    record = recorded(before, fed, reading, filling, kept)
+    record = recorded(before, settings, fed, reading, filling, kept)
     return state, record

@@ -40,6 +40,9 @@ class DecodeConfig:
     verify: Verify = "none"
     """fallback: streaming takes the AR token where no mask passes the rule, instead of the likeliest guess."""
     refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
+    reorder: bool = (
+        True  # False: masks stay in their places (standard order, an ablation) and see nothing to their right
+    )
     block_size: int = 32  # J (blockwise)
     confidence_threshold: float = 0.9  # fill what is at least as probable (blockwise); 0 = one a step
     max_new_tokens: int = 256
@@ -89,8 +92,9 @@ class DecodeConfig:
             object.__setattr__(self, "stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
         if self.mask_token_id is not None:
             _integer("mask_token_id", self.mask_token_id)
-        if not isinstance(self.ban_mask, bool):
-            raise UserError(f"ban_mask={self.ban_mask!r}: must be True or False")
+        for name in ("reorder", "ban_mask"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
 
     @property
     def uses_masks(self) -> bool:
@@ -174,6 +178,7 @@ class RowSettings:
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
+    reorder: jax.Array  # bool [B]
     block_size: jax.Array  # int32 [B]
     confidence_threshold: jax.Array  # float32 [B]; inf = one a step
     max_new_tokens: jax.Array  # int32 [B]
@@ -200,6 +205,7 @@ class RowSettings:
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),
+            reorder=column("reorder", "bool"),
             block_size=column("block_size", "int32"),
             confidence_threshold=jnp.asarray([c.confidence_threshold or math.inf for c in configs], "float32"),
             max_new_tokens=column("max_new_tokens", "int32"),

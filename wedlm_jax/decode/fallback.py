@@ -52,4 +52,4 @@ def fallback_step(
 
     in_play = slots < (kept + settings.window_size)[:, None]
     state = dataclasses.replace(state, window=window, filled=((state.filled | filling) & in_play) | pending)
-    return advance(state, kept), recorded(before, fed, reading, filling | pending, kept)
+    return advance(state, kept), recorded(before, settings, fed, reading, filling | pending, kept)

@@ -36,7 +36,7 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
     drafts, count = find_drafts(history, length, settings.window_size - 1, slots=C - 1)
     window = jnp.concatenate([next_token[:, None], drafts], axis=1)
     filled = state.slots <= count[:, None]
-    record = recorded(before, lead, reading, jnp.zeros_like(filled), kept)
+    record = recorded(before, settings, lead, reading, jnp.zeros_like(filled), kept)
     return dataclasses.replace(state, window=window, filled=filled), record
 
 

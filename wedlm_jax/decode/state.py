@@ -60,6 +60,7 @@ class StepRecord:
     window: jax.Array  # int32 [B, C]: as fed
     filled: jax.Array  # bool [B, C]: as fed
     fed: jax.Array  # int32 [B]: slots fed, filled ones and masks
+    reordered: jax.Array  # bool [B]: whether the masks were fed last
     score: jax.Array  # float32 [B, C]: entropy in nats (block-wise: confidence) where a mask was fed
     filling: jax.Array  # bool [B, C]: slots that this step filled
     tokens: jax.Array  # int32 [B, C]: what they were filled with

@@ -42,7 +42,7 @@ def streaming_step(
     filling = select_by_entropy(
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
     )
-    record = recorded(before, fed, reading, filling, kept)
+    record = recorded(before, settings, fed, reading, filling, kept)
     window = jnp.where(filling, reading.tokens, state.window)
     state = dataclasses.replace(state, window=window, filled=state.filled | filling)
     return advance(state, kept), record

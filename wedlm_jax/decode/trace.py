@@ -25,7 +25,7 @@ def trace_entry(record: StepRecord, row: int) -> dict[str, Any]:
     return {
         "base": base,
         "window": [int(token) if is_filled else None for token, is_filled in zip(r.window[:fed], filled, strict=True)],
-        "fed_positions": [base + int(i) for i in [*slots[filled], *masks]],
+        "fed_positions": [base + int(i) for i in ([*slots[filled], *masks] if r.reordered else slots)],
         "emitted": int(r.emitted),
         "mask_positions": [base + int(i) for i in masks],
         "scores": [float(x) for x in r.score[:fed][~filled]],

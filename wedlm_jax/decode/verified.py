@@ -53,7 +53,7 @@ def verified_step(
     filling = select_drafts(
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
     )
-    record = recorded(before, fed, reading, filling, kept)
+    record = recorded(before, settings, fed, reading, filling, kept)
     state = dataclasses.replace(
         state,
         window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),

@@ -58,6 +58,10 @@ def window_forward(
     Filled slots are written to the very cache slots that they will own if they are committed; masks land behind them and
     are overwritten by the next step. A finished row's window is run and ignored.
 
+    Where `settings.reorder` is False every slot is fed in its place (standard order). A mask then sees only what lies to its
+    left, and a filled slot behind a mask is computed from that mask, so it may not be kept. What decoders commit is the
+    leading filled run, which has no mask before it: its keys and values are final in either order, and so is the AR chain.
+
     Args:
       fed: int32 [B], at most C.
       read: bool [B, C], the slots whose logits are wanted, all of them fed.
@@ -70,7 +74,7 @@ def window_forward(
       the state with the new cache and counters, and the reading.
     """
     B, C = state.window.shape
-    order = reorder(~state.filled, state.slots >= fed[:, None])
+    order = reorder(~state.filled & settings.reorder[:, None], state.slots >= fed[:, None])
     tokens = jnp.where(state.filled, state.window, jnp.maximum(settings.mask_token_id, 0)[:, None])
     tokens = jnp.take_along_axis(tokens, order, axis=1)
 
@@ -107,7 +111,12 @@ def window_forward(
 
 
 def recorded(
-    before: DecodeState, fed: jax.Array, reading: Reading, filling: jax.Array, emitted: jax.Array
+    before: DecodeState,
+    settings: RowSettings,
+    fed: jax.Array,
+    reading: Reading,
+    filling: jax.Array,
+    emitted: jax.Array,
 ) -> StepRecord:
     """What a step did, from the state that it was given."""
     return StepRecord(
@@ -115,6 +124,7 @@ def recorded(
         window=before.window,
         filled=before.filled,
         fed=fed,
+        reordered=settings.reorder,
         score=reading.scores,
         filling=filling,
         tokens=reading.tokens,

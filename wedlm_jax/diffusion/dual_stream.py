@@ -17,7 +17,7 @@ from wedlm_jax.diffusion.reordering import reorder_blocks, reorder_documents
 class DualStreamBatch:
     """What one training forward reads. The prediction stream is already in its physical order."""
 
-    tokens: jax.Array  # int32 [B, 2L]: clean tokens, then reordered blocks with masks
+    tokens: jax.Array  # int32 [B, 2L]: clean tokens, then blocks with masks, reordered
     positions: jax.Array  # int32 [B, 2L]
     segment_ids: jax.Array  # int32 [B, L], the same for both streams; 0 = padding
     masked: jax.Array  # bool [B, 2L]: False all over the memory stream
@@ -38,6 +38,7 @@ def build_dual_stream(
     mask_token_id: int,
     block_size: int,
     whole_documents: bool = False,
+    reorder: bool = True,
 ) -> DualStreamBatch:
     """Builds the two streams of packed rows.
 
@@ -50,14 +51,17 @@ def build_dual_stream(
       block_size: J.
       whole_documents: reorder each document as one block instead (Eq. 7): the single stream, beside the memory stream,
         which then carries nothing but the AR loss. Attend with `DualStream(segment_ids, L)`.
+      reorder: False leaves masks in their places (standard order): each then sees what lies to its left, and nothing of its
+        block to its right.
     """
     chex.assert_equal_shape([tokens, loss_mask, positions, segment_ids, masked])
     chex.assert_is_divisible(tokens.shape[1], block_size)
     chex.assert_shape(mask_ratio, (tokens.shape[0], tokens.shape[1] // block_size))
+    moved = masked if reorder else jnp.zeros_like(masked)
     if whole_documents:
-        order = reorder_documents(masked, segment_ids)
+        order = reorder_documents(moved, segment_ids)
     else:
-        order = reorder_blocks(masked, segment_ids == 0, block_size=block_size)
+        order = reorder_blocks(moved, segment_ids == 0, block_size=block_size)
 
     def reordered(x: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, order, axis=1)

@@ -26,6 +26,7 @@ class EvaluationConfig:
     distance_penalty: float = 0.02
     block_size: int = 32
     confidence_threshold: float = 0.9
+    in_place: bool = False  # also measure masks left in their places: decoding and mask recovery without reordering
     seed: int = 0  # which held-out problems
 
     def __post_init__(self) -> None:

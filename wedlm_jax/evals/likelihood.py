@@ -1,4 +1,4 @@
-"""Likelihood of held-out text: bits per byte as an AR model, and the masked-token loss at fixed mask ratios."""
+"""Likelihood of held-out text: bits per byte as an AR model, and how well masks are recovered at fixed mask ratios."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,39 +94,51 @@ def _positions(tokens: jax.Array) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
 
-def masked_loss_by_ratio(
+class Recovery(NamedTuple):
+    """What a model makes of masked tokens."""
+
+    loss: float  # mean cross-entropy in nats
+    accuracy: float  # the share of them whose likeliest token is the right one
+
+
+def recovery_by_ratio(
     model: Model,
     batches: Sequence[PackedBatch],
     *,
     block_size: int,
+    reorder: bool = True,
     ratios: Sequence[float] = MASK_RATIOS,
     seed: int = 0,
-) -> dict[float, float]:
-    """Mean cross-entropy in nats of masked tokens, when that share of every block is masked (the training layout).
+) -> dict[float, Recovery]:
+    """How masks are recovered when that share of every block is masked (the training layout).
+
+    Args:
+      reorder: False leaves masks in their places, so that each sees only what lies to its left.
 
     Raises:
       UserError: at one of the ratios no token of a block is masked.
     """
     graph, params = nnx.split(model.transformer)
     mask_token_id = model.require_mask_token_id()
-    losses = {}
+    found = {}
     for ratio in ratios:
-        total, count = 0.0, 0.0
+        sums = np.zeros(3)
         for number, batch in enumerate(batches):
             arrays = tuple(jnp.asarray(x) for x in (batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids))
             key = jax.random.fold_in(jax.random.key(seed), number)
-            sums = _masked_nats(graph, params, key, *arrays, ratio, mask_token_id=mask_token_id, block_size=block_size)
-            total, count = total + float(sums[0]), count + float(sums[1])
+            layout = dict(mask_token_id=mask_token_id, block_size=block_size, reorder=reorder)
+            sums += np.asarray(_recovered(graph, params, key, *arrays, ratio, **layout))
+        nats, right, count = sums.tolist()
         if not count:
             raise UserError(
                 f"block_size={block_size}: at a mask ratio of {ratio:g} no token of a block is masked; use 8"
             )
-        losses[ratio] = total / count
-    return losses
+        found[ratio] = Recovery(nats / count, right / count)
+    return found
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mask_token_id", "block_size"))
-def _masked_nats(
+@functools.partial(jax.jit, static_argnames=("graph", "mask_token_id", "block_size", "reorder"))
+def _recovered(
     graph: nnx.GraphDef,
     params: nnx.State,
     key: jax.Array,
@@ -137,17 +150,23 @@ def _masked_nats(
     *,
     mask_token_id: int,
     block_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Summed cross-entropy of the masked tokens, and how many they are."""
+    reorder: bool,
+) -> jax.Array:
+    """Of the masked tokens [3]: the summed cross-entropy, how many are the likeliest token, and how many they are."""
     B, L = tokens.shape
     transformer = nnx.merge(graph, params)
     ratios = jnp.full((B, L // block_size), ratio, jnp.float32)
     candidates = loss_mask.reshape(B, L // block_size, block_size)
     masked = mask_lowest(jax.random.uniform(key, candidates.shape), candidates, ratios).reshape(B, L)
     batch = build_dual_stream(
-        tokens, loss_mask, positions, segment_ids, masked, ratios, mask_token_id=mask_token_id, block_size=block_size
-    )
+        tokens, loss_mask, positions, segment_ids, masked, ratios,
+        mask_token_id=mask_token_id, block_size=block_size, reorder=reorder,
+    )  # fmt: skip
     pattern = DualStream(batch.segment_ids, block_size)
     hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
-    losses = transformer.token_losses(hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:])
-    return jnp.sum(losses), jnp.sum(batch.masked)
+    hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
+    losses = transformer.token_losses(hidden, targets, masked)
+    likeliest = jax.lax.map(
+        lambda row: jnp.argmax(transformer.logits(row), axis=-1), hidden
+    )  # one row's logits at a time
+    return jnp.stack([jnp.sum(losses), jnp.sum(masked & (likeliest == targets)), jnp.sum(masked)])

@@ -28,18 +28,22 @@ class Order:
 
 
 def filling_order(completions: Sequence[Completion], prompt_lengths: Sequence[int]) -> Order:
-    """Counts over completions that were generated with `trace=True`; `prompt_lengths` in tokens."""
+    """Counts over completions that were generated with `trace=True`; `prompt_lengths` in tokens.
+
+    A token is committed when the cursor has passed it: its keys and values are final. What is still in the window when the
+    output ends needs no cache, and counts as committed.
+    """
     filled = committed = right = 0
     for completion, prompt_length in zip(completions, prompt_lengths, strict=True):
         trace = completion.trace or []
         end, emitted = prompt_length + len(completion.ids), prompt_length
-        for entry, following in zip(trace, [*trace[1:], None], strict=True):
-            emitted += entry["emitted"]
+        cursors = [entry["base"] for entry in trace[2:]] + [end, end]  # after the next forward
+        for entry, cursor in zip(trace, cursors, strict=False):
+            emitted += entry["emitted"]  # verified decoding emits an AR token in the place of a mask
             positions = [position for position in entry["filled_positions"] if position < end]
-            open_masks = set(entry["mask_positions"]) - set(entry["filled_positions"])
-            leftmost = min(open_masks, default=end)
-            until = emitted + (following["emitted"] if following is not None else 0)
+            open_masks = {position for position in entry["mask_positions"] if position >= emitted}
+            leftmost = min(open_masks - set(entry["filled_positions"]), default=end)
             filled += len(positions)
-            committed += sum(position < until for position in positions)
+            committed += sum(position < cursor for position in positions)
             right += sum(position > leftmost for position in positions)
     return Order(filled, committed, right)

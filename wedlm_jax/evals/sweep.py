@@ -62,12 +62,18 @@ class Measurement:
 
 
 def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
-    """The rows of the results table: AR before adaptation (where there is a base), and every decoder after it."""
+    """The rows of the results table: AR before adaptation (where there is a base), and every decoder after it; with `in_place`
+    those that fill masks once more without reordering."""
     rows = [Setting("AR, base", BASE, config.autoregressive)] if with_base else []
     rows.append(Setting("AR, adapted" if with_base else "AR", ADAPTED, config.autoregressive))
     rows.append(Setting(f"block-wise, J={config.block_size}", ADAPTED, config.blockwise))
     rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]
-    return [*rows, Setting("lookup", ADAPTED, config.lookup), Setting("verified", ADAPTED, config.verified)]
+    rows += [Setting("lookup", ADAPTED, config.lookup), Setting("verified", ADAPTED, config.verified)]
+    with_masks = [row for row in rows if row.config.uses_masks] if config.in_place else []
+    return rows + [
+        Setting(f"{row.label}, in place", row.weights, dataclasses.replace(row.config, reorder=False))
+        for row in with_masks
+    ]
 
 
 def sweep(
