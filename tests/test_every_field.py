@@ -15,6 +15,7 @@ from tests.data.test_config_fields import CHANGES as DATA
 from tests.data.test_config_fields import ELSEWHERE as DATA_ELSEWHERE
 from tests.decode import test_stream as decode_stream
 from tests.decode.test_invariants import FIELDS as DECODE
+from tests.model.test_adapter import CHANGES as ADAPTER
 from tests.model.test_config_fields import CHANGES as MODEL
 from tests.test_train_fields import CHANGES as TRAIN
 from tests.test_train_fields import configs
@@ -31,6 +32,7 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import BitsPerByte, Recovery
 from wedlm_jax.evals.sweep import ADAPTED, settings_of
 from wedlm_jax.experiment import Experiment, ModelConfig, ModelOverrides, TokenizerConfig, TrainConfig, override
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -39,6 +41,7 @@ from wedlm_jax.train_step import ObjectiveConfig
 # Tables of tests that change one field after the other and look at what comes out.
 TABLES = {
     ModelConfig: MODEL,
+    AdapterConfig: ADAPTER,
     SourceConfig: DATA | DATA_ELSEWHERE,
     WeightedSource: DATA | DATA_ELSEWHERE,
     DataConfig: DATA | DATA_ELSEWHERE,

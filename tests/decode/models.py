@@ -88,7 +88,7 @@ class Reciter(nnx.Module):
         self.chain = nnx.Variable(jnp.asarray(chain, jnp.int32))
         self.drafts = nnx.Variable(jnp.asarray(drafts, jnp.int32))
 
-    def hidden(self, tokens, *, positions, pattern=None, cache=None):
+    def hidden(self, tokens, *, positions, pattern=None, masked=None, cache=None):
         next_token = self.chain[...][jnp.minimum(positions + 1, self.chain.shape[0] - 1)]
         own_token = self.drafts[...][jnp.minimum(positions, self.drafts.shape[0] - 1)]
         predicted = jnp.where(tokens == self.mask_token_id, own_token, next_token)

@@ -13,6 +13,7 @@ from tests.model.tiny import TINY, logits_of, params, tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, transformer_from
@@ -39,6 +40,7 @@ CHANGES = {
     "matmul_precision": ("default", {"program"}),
     "remat": ("full", {"program"}),
     "attention": ("splash", {"check"}),
+    "adapter": (AdapterConfig(), {"params"}),
 }
 TOKENS = np.random.default_rng(0).integers(0, 40, (1, 8))
 

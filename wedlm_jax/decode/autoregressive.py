@@ -19,7 +19,9 @@ def autoregressive_step(
     fed = jnp.ones_like(state.length)
     before = state
     slot = state.slots == 0
-    state, reading = window_forward(transformer, state, settings, fed, slot, widths=(1,), most_read=1)
+    state, reading = window_forward(
+        transformer, state, settings, fed, slot, widths=(1,), most_read=1, feeds_masks=False
+    )
     state, kept = emit(state, settings, reading.tokens, fed, reading.log_probs)
     filling = slot & before.running[:, None]
     record = recorded(before, settings, fed, reading, filling, kept)

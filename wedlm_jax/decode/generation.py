@@ -101,7 +101,8 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
             f"{context}; shorten the prompt or lower max_new_tokens"
         )
     mask_token_id = None
-    if config.uses_masks or model.mask_token_id is not None or config.mask_token_id is not None:
+    needed = config.uses_masks and model.needs_mask_token
+    if needed or model.mask_token_id is not None or config.mask_token_id is not None:
         mask_token_id = model.require_mask_token_id() if config.mask_token_id is None else config.mask_token_id
         if not 0 <= mask_token_id < model.config.vocab_size:
             raise UserError(f"mask_token_id={mask_token_id} is not in the vocabulary [0, {model.config.vocab_size})")

@@ -27,7 +27,10 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
     before = state
     widths = (*(w for w in (1, C // 2) if w == 1 < C or w >= SMALLEST_WIDTH), C)
     state, reading = window_forward(
-        transformer, state, settings, lead, state.slots < lead[:, None], widths=widths, most_read=C
+        *(transformer, state, settings, lead, state.slots < lead[:, None]),
+        widths=widths,
+        most_read=C,
+        feeds_masks=False,
     )
     state, kept, _, next_token = check_drafts(state, settings, reading, lead)
     state = advance(state, kept)

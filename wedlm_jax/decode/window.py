@@ -52,6 +52,7 @@ def window_forward(
     widths: Sequence[int],
     most_read: int,
     score: Score | None = None,
+    feeds_masks: bool = True,
 ) -> tuple[DecodeState, Reading]:
     """Runs the first `fed` [B] slots of every window: filled ones in physical order first, then the masks (Eq. 5 to 7).
 
@@ -69,6 +70,7 @@ def window_forward(
         are compiled, and one is chosen on the device.
       most_read: an upper bound of the slots that any row reads: only so many rows see the output layer.
       score: entropy or confidence from logits; None: 0 everywhere.
+      feeds_masks: False where every slot that is fed is filled, so that no adapter of mask rows has a part in it.
 
     Returns:
       the state with the new cache and counters, and the reading.
@@ -77,12 +79,14 @@ def window_forward(
     order = reorder(~state.filled & settings.reorder[:, None], state.slots >= fed[:, None])
     tokens = jnp.where(state.filled, state.window, jnp.maximum(settings.mask_token_id, 0)[:, None])
     tokens = jnp.take_along_axis(tokens, order, axis=1)
+    masked = jnp.take_along_axis(~state.filled, order, axis=1) if feeds_masks else None
 
     def forward(width: int, cache: KVCache, reading: Reading) -> tuple[KVCache, Reading]:
         hidden, cache = transformer.hidden(
             tokens[:, :width],
             positions=state.length[:, None] + order[:, :width],
             pattern=CachedWindow(state.length),
+            masked=None if masked is None else masked[:, :width],
             cache=cache,
         )
         slots = order[:, :width]

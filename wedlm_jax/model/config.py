@@ -8,6 +8,7 @@ from typing import Annotated, Literal, get_args
 import pydantic
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.ops.attention import Implementation
 
 DType = Literal["float32", "bfloat16"]
@@ -49,6 +50,7 @@ class ModelConfig:
     )
     attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
+    adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
     def __post_init__(self) -> None:
         if self.remat not in ("none", "dots", "full"):

@@ -49,7 +49,7 @@ class Model:
     ) -> Any:
         """Logits [B, L, V] in float32; with a cache, the pair (logits, new cache). Arguments as in `hidden`."""
         tokens = self._with_masks(tokens, masked)
-        return self.transformer(tokens, positions=positions, pattern=pattern, cache=cache)
+        return self.transformer(tokens, positions=positions, pattern=pattern, masked=masked, cache=cache)
 
     def hidden(
         self,
@@ -71,8 +71,8 @@ class Model:
         """
         tokens = self._with_masks(tokens, masked)
         if cache is None:
-            return self.transformer.hidden(tokens, positions=positions, pattern=pattern)
-        return self.transformer.hidden(tokens, positions=positions, pattern=pattern, cache=cache)
+            return self.transformer.hidden(tokens, positions=positions, pattern=pattern, masked=masked)
+        return self.transformer.hidden(tokens, positions=positions, pattern=pattern, masked=masked, cache=cache)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32 of hidden states [..., D]."""
@@ -84,7 +84,14 @@ class Model:
             return tokens
         chex.assert_equal_shape([tokens, masked])
         chex.assert_type(masked, bool)
+        if not self.needs_mask_token:
+            return tokens
         return jnp.where(masked, self.require_mask_token_id(), tokens)
+
+    @property
+    def needs_mask_token(self) -> bool:
+        """Whether mask rows are fed as a token of the vocabulary: not where an adapter has an embedding for them."""
+        return self.config.adapter is None or self.config.adapter.rows != "mask"
 
     def require_mask_token_id(self) -> int:
         """The mask id, or a `UserError` where the model has none: plain AR decoding never asks for it."""

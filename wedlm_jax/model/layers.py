@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wedlm_jax.model.adapter import Target
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Pattern
@@ -16,6 +20,9 @@ from wedlm_jax.sharding import constrain
 
 EMBEDDING_STDDEV = 0.02
 
+# The rows to which an adapter applies: none, all, or those where bool [B, L] is True.
+AdaptedRows = bool | jax.Array
+
 
 def residual_stddev(config: ModelConfig, fan_in: int) -> float:
     """Layers that write to the residual stream start small, so that depth does not blow it up (GPT-2's scaling)."""
@@ -23,7 +30,8 @@ def residual_stddev(config: ModelConfig, fan_in: int) -> float:
 
 
 class Linear(nnx.Module):
-    """einsum(`equation`, x, kernel) + bias in the compute dtype, for all tokens T of x [B, L, ...].
+    """einsum(`equation`, x, kernel) + bias in the compute dtype, for all tokens T of x [B, L, ...]; on the adapted rows, where
+    it is a target of the model's adapter, also scale * (x A) B.
 
     The one place that knows how a parameter is annotated.
     """
@@ -37,19 +45,67 @@ class Linear(nnx.Module):
         *,
         stddev: float,
         bias: bool = False,
+        target: Target | None = None,
         rngs: nnx.Rngs,
     ):
         self.equation, self.dtype = equation, config.dtype
         init = nnx.initializers.normal(stddev)
         self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=axes)
         self.bias = nnx.Param(jnp.zeros(shape[1:], config.param_dtype), axes=axes[1:]) if bias else None
+        adapter, lora_a, lora_b = config.adapter, None, None
+        if adapter is not None and target in adapter.targets:
+            inputs = len(_inputs_and_outputs(equation)[0])
+            init = nnx.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
+            # In float32 whatever the base is in: these are what is trained.
+            a = init(rngs.adapter(), (*shape[:inputs], adapter.rank), jnp.float32)
+            lora_a = nnx.Param(a, axes=(*axes[:inputs], "rank"))
+            lora_b = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]))
+            self.scale = adapter.scale
+        self.lora_a, self.lora_b = lora_a, lora_b
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
-        tokens = x.reshape(-1, *x.shape[2:])
+    def __call__(self, x: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
+        return project([self], x, adapted)[0]
+
+    def of_base(self, tokens: jax.Array) -> jax.Array:
         y = jnp.einsum(self.equation, tokens, self.kernel[...].astype(self.dtype))
-        y = y.reshape(*x.shape[:2], *y.shape[1:])
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+    def delta(self, x_TR: jax.Array) -> jax.Array:
+        """What the adapter adds, of x A."""
+        assert self.lora_b is not None
+        outputs = _inputs_and_outputs(self.equation)[1]
+        return jnp.einsum(f"TR,R{outputs}->T{outputs}", x_TR, (self.scale * self.lora_b[...]).astype(self.dtype))
+
+
+def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> list[jax.Array]:
+    """The outputs of layers that read the same x [B, L, ...]. Their products with A are one: narrow ones cost as much each."""
+    # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
+    tokens = x.reshape(-1, *x.shape[2:])
+    outputs = [linear.of_base(tokens) for linear in linears]
+    pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
+    if adapted is not False and pairs:
+        inputs = _inputs_and_outputs(linears[0].equation)[0]
+        a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
+        parts = jnp.split(jnp.einsum(f"T{inputs},{inputs}R->TR", tokens, a), len(pairs), axis=-1)
+        for number, linear in enumerate(linears):
+            if linear.lora_a is not None:
+                outputs[number] = _where(adapted, outputs[number] + linear.delta(parts.pop(0)), outputs[number])
+    return [y.reshape(*x.shape[:2], *y.shape[1:]) for y in outputs]
+
+
+def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) -> jax.Array:
+    """By row of [T, ...]. A choice instead of a sum with 0, so that the rows of the base keep every bit, a -0 too."""
+    if isinstance(adapted, bool):
+        return with_adapter if adapted else of_base
+    chosen = jnp.where(adapted.reshape(-1, *[1] * (of_base.ndim - 1)), with_adapter, of_base)
+    # What reads it is compiled as what reads a product, and not into one loop with the choice, where sums may go otherwise.
+    return jax.lax.optimization_barrier(chosen)
+
+
+def _inputs_and_outputs(equation: str) -> tuple[str, str]:
+    """The letters of a kernel's axes that are summed over, and those of the outputs."""
+    kernel, outputs = equation.partition(",")[2].split("->")
+    return kernel.removesuffix(outputs[1:]), outputs[1:]
 
 
 class RMSNorm(nnx.Module):
@@ -85,12 +141,19 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, N, K, H = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         self.implementation = config.attention
-        inputs = dict(stddev=D**-0.5, bias=config.qkv_bias, rngs=rngs)
-        self.q_proj = Linear(config, "TD,DNH->TNH", (D, N, H), ("embed", "heads", "head_dim"), **inputs)
-        self.k_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
-        self.v_proj = Linear(config, "TD,DKH->TKH", (D, K, H), ("embed", "kv_heads", "head_dim"), **inputs)
-        stddev = residual_stddev(config, fan_in=N * H)
-        self.o_proj = Linear(config, "TNH,NHD->TD", (N, H, D), ("heads", "head_dim", "embed"), stddev=stddev, rngs=rngs)
+        stddev, bias = D**-0.5, config.qkv_bias
+        of_q, of_kv = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.q_proj = Linear(
+            config, "TD,DNH->TNH", (D, N, H), of_q, stddev=stddev, bias=bias, target="q_proj", rngs=rngs
+        )
+        self.k_proj = Linear(
+            config, "TD,DKH->TKH", (D, K, H), of_kv, stddev=stddev, bias=bias, target="k_proj", rngs=rngs
+        )
+        self.v_proj = Linear(
+            config, "TD,DKH->TKH", (D, K, H), of_kv, stddev=stddev, bias=bias, target="v_proj", rngs=rngs
+        )
+        of_o, stddev = ("heads", "head_dim", "embed"), residual_stddev(config, fan_in=N * H)
+        self.o_proj = Linear(config, "TNH,NHD->TD", (N, H, D), of_o, stddev=stddev, target="o_proj", rngs=rngs)
         self.q_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
         self.k_norm = RMSNorm(config, H, "head_dim") if config.qk_norm else None
 
@@ -102,20 +165,28 @@ class Attention(nnx.Module):
         pattern: Pattern,
         cache: KVCache | None,
         layer: jax.Array,
+        adapted: AdaptedRows = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        q, k, v = self.q_proj(x_BLD), self.k_proj(x_BLD), self.v_proj(x_BLD)
+        q, k, v = self.queries_keys_values(x_BLD, rope, adapted)
+        if isinstance(pattern, CachedWindow):
+            assert cache is not None
+            out, cache = pattern(q, k, v, self.implementation, cache=cache, layer=layer)
+        else:
+            out = pattern(q, k, v, self.implementation)
+        return self.o_proj(out, adapted), cache
+
+    def queries_keys_values(
+        self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array] | None, adapted: AdaptedRows = False
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, L, N, H], k and v [B, L, K, H], as attention reads them."""
+        q, k, v = project([self.q_proj, self.k_proj, self.v_proj], x_BLD, adapted)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         q = constrain(q, "batch", None, "heads", None)
         k, v = (constrain(x, "batch", None, "kv_heads", None) for x in (k, v))
-        if isinstance(pattern, CachedWindow):
-            assert cache is not None
-            out, cache = pattern(q, k, v, self.implementation, cache=cache, layer=layer)
-        else:
-            out = pattern(q, k, v, self.implementation)
-        return self.o_proj(out), cache
+        return q, k, v
 
 
 class MLP(nnx.Module):
@@ -123,14 +194,15 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(config, "TD,DF->TF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
-        self.up_proj = Linear(config, "TD,DF->TF", (D, F), ("embed", "mlp"), stddev=D**-0.5, rngs=rngs)
-        stddev = residual_stddev(config, fan_in=F)
-        self.down_proj = Linear(config, "TF,FD->TD", (F, D), ("mlp", "embed"), stddev=stddev, rngs=rngs)
+        inward, stddev = ("embed", "mlp"), D**-0.5
+        self.gate_proj = Linear(config, "TD,DF->TF", (D, F), inward, stddev=stddev, target="gate_proj", rngs=rngs)
+        self.up_proj = Linear(config, "TD,DF->TF", (D, F), inward, stddev=stddev, target="up_proj", rngs=rngs)
+        outward, stddev = ("mlp", "embed"), residual_stddev(config, fan_in=F)
+        self.down_proj = Linear(config, "TF,FD->TD", (F, D), outward, stddev=stddev, target="down_proj", rngs=rngs)
 
-    def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        x_BLF = swiglu(self.gate_proj(x_BLD), self.up_proj(x_BLD))
-        return self.down_proj(constrain(x_BLF, "batch", None, "mlp"))
+    def __call__(self, x_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
+        gate, up = project([self.gate_proj, self.up_proj], x_BLD, adapted)
+        return self.down_proj(constrain(swiglu(gate, up), "batch", None, "mlp"), adapted)
 
 
 class Layer(nnx.Module):
@@ -150,7 +222,12 @@ class Layer(nnx.Module):
         pattern: Pattern,
         cache: KVCache | None,
         layer: jax.Array,
+        adapted: AdaptedRows = False,
     ) -> tuple[jax.Array, KVCache | None]:
-        mixed, cache = self.attention(self.input_norm(x_BLD), rope=rope, pattern=pattern, cache=cache, layer=layer)
-        x_BLD = constrain(x_BLD + mixed, "batch", None, None)
-        return constrain(x_BLD + self.mlp(self.post_attention_norm(x_BLD)), "batch", None, None), cache
+        x_normed = self.input_norm(x_BLD)
+        mixed, cache = self.attention(x_normed, rope=rope, pattern=pattern, cache=cache, layer=layer, adapted=adapted)
+        return self.after_attention(x_BLD, mixed, adapted), cache
+
+    def after_attention(self, x_BLD: jax.Array, mixed_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
+        x_BLD = constrain(x_BLD + mixed_BLD, "batch", None, None)
+        return constrain(x_BLD + self.mlp(self.post_attention_norm(x_BLD), adapted), "batch", None, None)

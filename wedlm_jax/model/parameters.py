@@ -9,6 +9,8 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.transformer import Transformer
 
+_ADAPTER = 1  # folded into the key of the parameters
+
 
 def params_of(transformer: Transformer) -> dict[str, jax.Array]:
     """The parameters of a transformer by path."""
@@ -17,7 +19,9 @@ def params_of(transformer: Transformer) -> dict[str, jax.Array]:
 
 def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, jax.Array]:
     """Fresh parameters; under `jax.eval_shape` their shapes alone."""
-    return params_of(Transformer(config, rngs=nnx.Rngs(jax.random.key(seed))))
+    key = jax.random.key(seed)
+    # Streams of their own, so that the base of a seed is the same with and without an adapter.
+    return params_of(Transformer(config, rngs=nnx.Rngs(key, adapter=jax.random.fold_in(key, _ADAPTER))))
 
 
 def transformer_from(config: ModelConfig, params: dict[str, jax.Array]) -> Transformer:
@@ -44,7 +48,7 @@ def param_axes(config: ModelConfig) -> dict[str, tuple[str, ...]]:
 
 
 def _abstract(config: ModelConfig) -> Transformer:
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0, adapter=0)))
 
 
 def _variables(state: nnx.State) -> dict[str, nnx.Variable]:

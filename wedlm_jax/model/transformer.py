@@ -11,7 +11,7 @@ from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.model.layers import Embedding, Layer, Linear, RMSNorm
+from wedlm_jax.model.layers import EMBEDDING_STDDEV, AdaptedRows, Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
@@ -43,6 +43,7 @@ class Transformer(nnx.Module):
         self.final_norm = RMSNorm(config, config.hidden_size, "embed")
         self.lm_head = None if config.tie_word_embeddings else self._output_layer(config, rngs)
         self.embed_positions = self._position_table(config, rngs)
+        self.mask_embedding = self._mask_embedding(config, rngs)
 
     @staticmethod
     def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
@@ -59,13 +60,29 @@ class Transformer(nnx.Module):
             return None
         return Embedding(config, config.max_position_embeddings, "position", rngs=rngs)
 
-    @overload
-    def hidden(self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern = ...) -> jax.Array: ...
+    @staticmethod
+    def _mask_embedding(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param | None:
+        """What mask rows are fed where an adapter works on them alone: no row of the vocabulary is needed for it."""
+        if config.adapter is None or config.adapter.rows != "mask":
+            return None
+        init = nnx.initializers.normal(EMBEDDING_STDDEV)
+        return nnx.Param(init(rngs.adapter(), (config.hidden_size,), jnp.float32), axes=("embed",))
+
     @overload
     def hidden(
-        self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern, cache: KVCache
+        self, tokens: jax.Array, *, positions: jax.Array, pattern: Pattern = ..., masked: jax.Array | None = ...
+    ) -> jax.Array: ...
+    @overload
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        positions: jax.Array,
+        pattern: Pattern,
+        masked: jax.Array | None = ...,
+        cache: KVCache,
     ) -> tuple[jax.Array, KVCache]: ...
-    def hidden(self, tokens, *, positions, pattern=Causal(), cache=None):
+    def hidden(self, tokens, *, positions, pattern=Causal(), masked=None, cache=None):
         """Runs the layers.
 
         Args:
@@ -73,6 +90,8 @@ class Transformer(nnx.Module):
           positions: int [B, L], the logical position of each token; RoPE reads these and nothing else does. A model with
             learned absolute positions ignores them and reads the pattern's physical index.
           pattern: who sees whom, by physical order.
+          masked: bool [B, L], the mask rows, which an adapter of rows="mask" applies to; without it the base alone runs.
+            Nothing else reads it: without such an adapter a mask row is what `tokens` says.
           cache: the KV cache that a `CachedWindow` pattern writes and reads.
 
         Returns:
@@ -84,7 +103,8 @@ class Transformer(nnx.Module):
         if (cache is None) == isinstance(pattern, CachedWindow):
             raise ValueError("pass a cache with the CachedWindow pattern, and with no other")
         with jax.default_matmul_precision(self.config.matmul_precision):
-            x_BLD, rope = self.embed(tokens), None
+            adapted = self._adapted_rows(masked)
+            x_BLD, rope = self.embedded(tokens, masked), None
             if self.embed_positions is None:
                 rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
             else:
@@ -95,7 +115,7 @@ class Transformer(nnx.Module):
                 x_BLD, cache = carry
                 index, state = index_and_state
                 layer = nnx.merge(graph, state)
-                return layer(x_BLD, rope=rope, pattern=pattern, cache=cache, layer=index), None
+                return layer(x_BLD, rope=rope, pattern=pattern, cache=cache, layer=index, adapted=adapted), None
 
             if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
                 run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
@@ -104,6 +124,22 @@ class Transformer(nnx.Module):
             (x_BLD, cache), _ = jax.lax.scan(run_layer, (x_BLD, cache), indexed)
             hidden = self.final_norm(x_BLD)
         return hidden if cache is None else (hidden, cache)
+
+    def embedded(self, tokens: jax.Array, masked: jax.Array | None = None) -> jax.Array:
+        """[B, L, D] of ids [B, L]; of the mask rows the learned embedding, where there is one."""
+        x_BLD = self.embed(tokens)
+        if self.mask_embedding is None or masked is None:
+            return x_BLD
+        chex.assert_equal_shape([tokens, masked])
+        chex.assert_type(masked, bool)
+        return jnp.where(masked[..., None], self.mask_embedding[...].astype(x_BLD.dtype), x_BLD)
+
+    def _adapted_rows(self, masked: jax.Array | None) -> AdaptedRows:
+        if self.config.adapter is None:
+            return False
+        if self.config.adapter.rows == "all":
+            return True
+        return False if masked is None else masked
 
     @property
     def head(self) -> jax.Array:
@@ -146,9 +182,9 @@ class Transformer(nnx.Module):
         width = axes_over("embed", self.config.hidden_size)
         return Cut(mesh, over, axes_over("vocab", self.config.vocab_size), width if set(width) <= set(over) else ())
 
-    def __call__(self, tokens, *, positions, pattern=Causal(), cache=None):
+    def __call__(self, tokens, *, positions, pattern=Causal(), masked=None, cache=None):
         """Logits [B, L, V]; with a cache, the pair (logits, new cache)."""
         if cache is None:
-            return self.logits(self.hidden(tokens, positions=positions, pattern=pattern))
-        hidden, cache = self.hidden(tokens, positions=positions, pattern=pattern, cache=cache)
+            return self.logits(self.hidden(tokens, positions=positions, pattern=pattern, masked=masked))
+        hidden, cache = self.hidden(tokens, positions=positions, pattern=pattern, masked=masked, cache=cache)
         return self.logits(hidden), cache
