@@ -26,11 +26,13 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
     found = [(p["settings"]["entropy_threshold"], p["settings"]["distance_penalty"]) for p in results["points"]]
     assert found == [(0.1, 0.0), (0.1, 1.0), ("inf", 0.0), ("inf", 1.0)]
     assert all(0 <= p["commit_rate"] <= 1 and 0 <= p["out_of_order"] <= 1 for p in results["points"])
+    assert set(results["pareto_front"]) <= {p["label"] for p in results["points"]} and results["failed"] == []
+    assert set(results["rank_correlations"]) == {"p_cache", "tokens per forward", "commit rate"}
     assert (tmp_path / "out" / "tradeoff.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(capsys.readouterr().out.split())
     for finding in (
         "Pareto front, from fast to exact",
-        "of AR's exact match",
+        "No setting is under 90% of AR's exact match",
         "Rank correlation of tokens/s with p_cache",
     ):
         assert finding in said

@@ -8,24 +8,32 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError, entry, writing
-from wedlm_jax.evals.show import device
+from wedlm_jax.evals.show import device, points_table
 from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task, task
-from wedlm_jax.evals.tradeoff import KEPT_ACCURACY, Point, failed, grid, measure, pareto_front, rank_correlations
+from wedlm_jax.evals.tradeoff import (
+    KEPT_ACCURACY,
+    Point,
+    failed,
+    failure_region,
+    grid,
+    measure,
+    pareto_front,
+    rank_correlations,
+)
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import parse, refuse_beside, require_positive
 from wedlm_jax.host_memory import keep_freed_memory
@@ -69,16 +77,14 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
 
         ar, points = measure(model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch)
     title = f"{args.model}: {args.decode.decoder} on {args.task}, n = {ar.n}, batches of {args.batch_size}, {device()}"
-    console.print(table(ar, points, title))
+    console.print(points_table(ar, points, title, starred=pareto_front(points)))
     for line in findings(ar, points):
         console.print(line)
     if args.out is not None:
         results = {
             "model": args.model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
-            "points": [
-                {**dataclasses.asdict(p.row), "commit_rate": p.order.commit_rate, "out_of_order": p.order.out_of_order}
-                for p in points
-            ],
+            "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
+            "failed": [p.row.label for p in failed(points, ar)], "rank_correlations": {k: None if math.isnan(rho) else rho for k, rho in rank_correlations(points).items()},
         }  # fmt: skip
         with writing(args.out):
             (args.out / "tradeoff.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -87,33 +93,16 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     return points
 
 
-def table(ar: Row, points: list[Point], title: str) -> Table:
-    """AR, then the settings; the Pareto front is starred."""
-    front = pareto_front(points)
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("setting", no_wrap=True)
-    for name in ("exact\nmatch", "tokens/s", "tokens/\nforward", "p_cache", "commit\nrate", "out of\norder"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_row("AR", f"{ar.accuracy:.0%}", f"{ar.tokens_per_second:,.0f}", "1.00", "1.00", "-", "-")
-    for point in points:
-        row, order = point.row, point.order
-        shown.add_row(
-            f"{row.label}{' *' if point in front else ''}", f"{point.accuracy:.0%}", f"{row.tokens_per_second:,.0f}",
-            f"{row.tokens_per_forward:.2f}", f"{row.p_cache:.2f}", f"{order.commit_rate:.2f}", f"{order.out_of_order:.2f}",
-        )  # fmt: skip
-    return shown
-
-
 def findings(ar: Row, points: list[Point]) -> list[str]:
     """The front, the settings that fail, and the rank correlations, a line each."""
     front = "; ".join(f"{p.row.label} ({p.accuracy:.0%})" for p in pareto_front(points))
-    lost = failed(points, ar)
     least = f"under {KEPT_ACCURACY:.0%} of AR's exact match"
-    failing = f"{least}: {'; '.join(p.row.label for p in lost)}" if lost else f"no setting is {least}"
+    region = failure_region(points, ar)
+    failing = f"Fails, {least}, by {len(failed(points, ar))} of {len(points)} settings: {'. '.join(region)}."
     correlations = ", ".join(f"{name} {rho:+.2f}" for name, rho in rank_correlations(points).items())
     return [
         f"* Pareto front, from fast to exact: {front}.",
-        f"{failing[0].upper()}{failing[1:]}.",
+        failing if region else f"No setting is {least}.",
         f"Rank correlation of tokens/s with {correlations} (Spearman's, over {len(points)} settings).",
     ]
 

@@ -8,9 +8,9 @@ import pytest
 from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.order import Order
-from wedlm_jax.evals.sweep import Row
+from wedlm_jax.evals.sweep import Row, _as_json
 from wedlm_jax.evals.tasks import task
-from wedlm_jax.evals.tradeoff import Point, failed, grid, measure, pareto_front, rank_correlations
+from wedlm_jax.evals.tradeoff import Point, failed, failure_region, grid, measure, pareto_front, rank_correlations
 
 AR = Row(
     "t", "AR", "adapted", {"decoder": "ar"}, n=10, batch_size=1, correct=10, accuracy=1.0, low=0.7, high=1.0,
@@ -48,6 +48,23 @@ def test_the_front_holds_what_nothing_beats_in_both():
 
 def test_a_setting_fails_below_nine_tenths_of_ar():
     assert [p.row.label for p in failed([point("a", 0.9, 10), point("b", 0.89, 30)], AR)] == ["b"]
+
+
+def test_the_region_of_failure_is_named_by_window_threshold_and_penalty():
+    accuracies = {  # by lambda: at tau 0.1, 0.4 and infinity
+        0.0: (0.8, 0.7, 0.0), 0.02: (1.0, 0.8, 0.0), 0.5: (1.0, 0.8, 0.1), 1.0: (0.8, 1.0, 1.0), 10.0: (1.0, 1.0, 1.0),
+    }  # fmt: skip
+    points = []
+    for window, shift in ((8, 1.0), (16, 0.0)):
+        for setting in grid(DecodeConfig(), (window,), (0.1, 0.4, math.inf), tuple(accuracies)):
+            place = (0.1, 0.4, math.inf).index(setting.config.entropy_threshold)
+            accuracy = shift or accuracies[setting.config.distance_penalty][place]
+            made = point(setting.label, accuracy, 10)
+            points.append(Point(dataclasses.replace(made.row, settings=_as_json(setting.config)), made.order))
+    assert failure_region(points, AR) == [
+        "W = 16: every tau at lambda 0; tau >= 0.4 at lambda 0.02, 0.5; tau = 0.1 at lambda 1"
+    ]
+    assert failure_region(points[: len(points) // 2], AR) == []
 
 
 def test_rank_correlation_is_of_ranks_with_their_sign():

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.sweep import Row
+from wedlm_jax.evals.tradeoff import Point
 
 P_CACHE_NOTE = (
     "p_cache (Eq. 4): generated tokens over token instances processed. It counts a token once as a mask and once as itself, "
@@ -36,6 +37,22 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
         for row in members:
             table.add_row(f" {row.label}", *_cells(row))
         table.add_section()
+    return table
+
+
+def points_table(ar: Row, points: Sequence[Point], title: str, starred: Sequence[Point] = ()) -> Table:
+    """AR, then settings, with the order in which they fill masks; fits 80 columns."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for name in ("exact\nmatch", "tokens/s", "tokens/\nforward", "p_cache", "commit\nrate", "out of\norder"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("AR", f"{ar.accuracy:.0%}", f"{ar.tokens_per_second:,.0f}", "1.00", "1.00", "-", "-")
+    for point in points:
+        row, order = point.row, point.order
+        table.add_row(
+            f"{row.label}{' *' if point in starred else ''}", f"{point.accuracy:.0%}", f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_forward:.2f}", f"{row.p_cache:.2f}", f"{order.commit_rate:.2f}", f"{order.out_of_order:.2f}",
+        )  # fmt: skip
     return table
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from scipy.stats import spearmanr
 
@@ -31,6 +32,11 @@ class Point:
     def accuracy(self) -> float:
         assert self.row.accuracy is not None
         return self.row.accuracy
+
+    def as_json(self) -> dict[str, Any]:
+        """The row, and the order of filling."""
+        order = {"commit_rate": self.order.commit_rate, "out_of_order": self.order.out_of_order}
+        return dataclasses.asdict(self.row) | order
 
     @property
     def measures(self) -> dict[str, float]:
@@ -93,6 +99,38 @@ def failed(points: Sequence[Point], ar: Row) -> list[Point]:
     """Those whose exact match is under nine tenths of AR's."""
     assert ar.accuracy is not None
     return [point for point in points if point.accuracy < KEPT_ACCURACY * ar.accuracy]
+
+
+def failure_region(points: Sequence[Point], ar: Row) -> list[str]:
+    """Where settings of a grid fail, a line for each window size: which tau at which lambda. Empty: nowhere."""
+    lost = failed(points, ar)
+
+    def values(name: str, among: Sequence[Point]) -> list[float]:
+        return sorted({float(p.row.settings[name]) for p in among})
+
+    lines = []
+    for window in values("window_size", points):
+        regions: dict[str, list[str]] = {}
+        for penalty in values("distance_penalty", points):
+            at = {"window_size": window, "distance_penalty": penalty}
+            here, failing = ([p for p in some if at.items() <= p.row.settings.items()] for some in (points, lost))
+            where = _range_in_words(values("entropy_threshold", failing), values("entropy_threshold", here))
+            regions.setdefault(where, []).append(f"{penalty:g}")
+        regions.pop("", None)
+        if regions:
+            named = "; ".join(f"{where} at lambda {', '.join(at)}" for where, at in regions.items())
+            lines.append(f"W = {window:g}: {named}")
+    return lines
+
+
+def _range_in_words(failing: list[float], thresholds: list[float]) -> str:
+    if not failing:
+        return ""
+    if failing == thresholds:
+        return "every tau"
+    if failing == thresholds[-len(failing) :]:
+        return f"tau {'=' if len(failing) == 1 else '>='} {failing[0]:g}"
+    return f"tau = {', '.join(f'{tau:g}' for tau in failing)}"
 
 
 def rank_correlations(points: Sequence[Point]) -> dict[str, float]:

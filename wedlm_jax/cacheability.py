@@ -1,0 +1,163 @@
+"""Measure p_cache of streaming against block-wise decoding on the same prompts, and the order of filling that decides it.
+
+python -m wedlm_jax.cacheability --model exports/quickstart --out cacheability
+python -m wedlm_jax.cacheability --model exports/quickstart --tasks counting --thresholds 0.4 1 --fill-rules run
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+
+from wedlm_jax import pretrained
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.evals.cacheability_plot import plot_cacheability
+from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
+from wedlm_jax.evals.tasks import Task, task
+from wedlm_jax.evals.tradeoff import Point, measure
+from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.version import __version__
+
+COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
+
+
+@dataclasses.dataclass(frozen=True)
+class Cacheability:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """The weights: an HF directory, a workdir or a hub id."""
+    tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
+    limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
+    """Held-out problems a task."""
+    thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)
+    """tau of streaming, in nats."""
+    fill_rules: tuple[Literal["each", "run"], ...] = ("each", "run")
+    """Of streaming: each mask below tau (Algorithm 1), or those from the left up to the first that is not."""
+    confidences: tuple[float, ...] = (0.5, 0.9, 0.99)
+    """Thresholds of block-wise decoding."""
+    batch_size: int = 8
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where cacheability.json and cacheability.png go; nowhere if not given."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
+
+
+def settings_of(args: Cacheability) -> list[Setting]:
+    """Streaming with every fill rule and tau, block-wise with every confidence, and verified."""
+    streaming = [
+        Setting(
+            f"streaming, {rule}, tau={tau:g}",
+            ADAPTED,
+            dataclasses.replace(args.decode, decoder="streaming", fill_rule=rule, entropy_threshold=tau),
+        )
+        for rule in args.fill_rules
+        for tau in args.thresholds
+    ]
+    blockwise = [
+        Setting(
+            f"block-wise, confidence={confidence:g}",
+            ADAPTED,
+            dataclasses.replace(args.decode, decoder="blockwise", confidence_threshold=confidence),
+        )
+        for confidence in args.confidences
+    ]
+    return [*streaming, *blockwise, Setting("verified", ADAPTED, dataclasses.replace(args.decode, decoder="verified"))]
+
+
+def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, list[Point]]]:
+    """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
+    settings = settings_of(args)
+    if args.out is not None:  # before the first forward
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+    model, chosen = pretrained.load(args.model, args.dtype), [task(name) for name in args.tasks]
+    problems = {of.name: of.problems(args.limit, 0) for of in chosen}
+    measured: dict[str, tuple[Row, list[Point]]] = {}
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=(1 + len(settings)) * sum(map(len, problems.values())))
+
+        def on_batch(setting: Setting, task: Task, done: int) -> None:
+            progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
+
+        for of in chosen:
+            drawn = problems[of.name]
+            measured[of.name] = measure(model, settings, of, drawn, batch_size=args.batch_size, on_batch=on_batch)
+    for name, (ar, points) in measured.items():
+        title = f"{args.model}: {name}, n = {ar.n}, batches of {args.batch_size}, {device()}"
+        console.print(points_table(ar, points, title))
+        for line in findings(name, points):
+            console.print(line, highlight=False)
+    console.print(P_CACHE_NOTE, style="dim")
+    if args.out is not None:
+        results = {
+            "model": args.model, "device": device(), "version": __version__,
+            "tasks": {
+                name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
+                for name, (ar, points) in measured.items()
+            },
+        }  # fmt: skip
+        with writing(args.out):
+            (args.out / "cacheability.json").write_text(json.dumps(results, indent=2) + "\n")
+            plot_cacheability({name: points for name, (_, points) in measured.items()}, args.out / "cacheability.png")
+        console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
+    return measured
+
+
+def findings(name: str, points: Sequence[Point]) -> list[str]:
+    """Which settings commit what they fill at once, and the best p_cache of each decoder at the accuracy that both reach."""
+    by_decoder = {
+        decoder: [p for p in points if p.row.settings["decoder"] == decoder] for decoder in ("streaming", "blockwise")
+    }
+    committing = [p for p in by_decoder["streaming"] if p.order.commit_rate >= COMMITTED]
+    listed = "; ".join(
+        f"{p.row.label} ({p.order.commit_rate:.2f}, {p.accuracy:.0%} exact, p_cache {p.row.p_cache:.2f})"
+        for p in committing
+    )
+    most = max(by_decoder["streaming"], key=lambda p: p.order.commit_rate)
+    lines = [
+        f"{name}: streaming commits {COMMITTED:.0%} of the filled tokens by the next forward with {listed}."
+        if committing
+        else f"{name}: no setting of streaming commits {COMMITTED:.0%} of the filled tokens by the next forward; the most is "
+        f"{most.order.commit_rate:.2f} ({most.row.label})."
+    ]
+    floor = min(max(p.accuracy for p in some) for some in by_decoder.values())
+    best = [max((p for p in some if p.accuracy >= floor), key=lambda p: p.row.p_cache) for some in by_decoder.values()]
+    told = " against ".join(f"{p.row.p_cache:.2f} ({p.row.label}, {p.accuracy:.0%})" for p in best)
+    return [*lines, f"{name}: best p_cache among settings at least {floor:.0%} exact: {told}."]
+
+
+@entry
+def main() -> None:
+    keep_freed_memory()
+    args = parse(
+        Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__, args=spell_none(sys.argv[1:])
+    )
+    require_positive(args, "limit", "batch_size")
+    instead = {
+        "entropy_threshold": "--thresholds", "fill_rule": "--fill-rules", "confidence_threshold": "--confidences",
+    }  # fmt: skip
+    refuse_beside(args.decode, DecodeConfig(), instead)
+    if args.decode.decoder != DecodeConfig.decoder:
+        raise UserError(
+            f"--decoder {args.decode.decoder}: streaming, block-wise and verified are compared; leave it out"
+        )
+    for name in ("tasks", "thresholds", "fill_rules", "confidences"):
+        if not getattr(args, name):
+            raise UserError(f"--{name.replace('_', '-')}: give at least one")
+    cacheability(args, Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""p_cache and what decides it as a picture: a line of panels for each task, a bar for each setting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from wedlm_jax.evals.plots import COLOURS
+from wedlm_jax.evals.tradeoff import Point
+
+
+def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path) -> None:
+    """Writes a PNG from the points of every task."""
+    longest = max(map(len, points_of.values()))
+    size = 14, 1.0 + len(points_of) * (0.9 + 0.27 * longest)
+    figure, grid = plt.subplots(len(points_of), 4, figsize=size, squeeze=False, sharey="row", sharex="col", dpi=110)
+    for line, (task, points) in zip(grid, points_of.items(), strict=True):
+        panels = {
+            "p_cache (Eq. 4)": [p.row.p_cache for p in points],
+            "commit rate": [p.order.commit_rate for p in points],
+            "out of order": [p.order.out_of_order for p in points],
+            "exact match": [p.accuracy for p in points],
+        }
+        labels = [p.row.label for p in points]
+        for axes, (name, values) in zip(line, panels.items(), strict=True):
+            bars = axes.barh(labels, values, color=[COLOURS[p.row.settings["decoder"]] for p in points])
+            axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
+            axes.set_xlim(0, 1.18 if name != "p_cache (Eq. 4)" else None)
+            axes.grid(axis="x", color="#e4e4e4")
+            axes.set_axisbelow(True)
+            axes.set_title(f"{task.replace('_', ' ')}: {name}", fontsize=10)
+        line[0].invert_yaxis()
+        line[0].margins(x=0.2)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Software": None})
+    plt.close(figure)
