@@ -84,7 +84,8 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         results = {
             "model": args.model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
             "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
-            "failed": [p.row.label for p in failed(points, ar)], "rank_correlations": {k: None if math.isnan(rho) else rho for k, rho in rank_correlations(points).items()},
+            "failed": [p.row.label for p in failed(points, ar)],
+            "rank_correlations": {k: rho if math.isfinite(rho) else None for k, rho in rank_correlations(points).items()},
         }  # fmt: skip
         with writing(args.out):
             (args.out / "tradeoff.json").write_text(json.dumps(results, indent=2) + "\n")
