@@ -8,7 +8,7 @@ from typing import Any, Literal
 from wedlm_jax.experiment import load_experiment
 from wedlm_jax.model.config import ModelConfig
 
-Name = Literal["tiny", "34m", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b"]
+Name = Literal["tiny", "34m", "110m", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b"]
 
 _SMALL = {
     "tiny": ModelConfig(
@@ -17,6 +17,17 @@ _SMALL = {
     # 33.6M parameters: the shape that the official trainer was measured at on a CPU.
     "34m": ModelConfig(
         vocab_size=8192, hidden_size=512, intermediate_size=1536, num_layers=8, num_heads=8, num_kv_heads=4, head_dim=64
+    ),
+    # 110.1M parameters, as many as the smallest GPT-2 of 12 layers, with gated MLPs.
+    "110m": ModelConfig(
+        vocab_size=32768,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=12,
+        head_dim=64,
+        tie_word_embeddings=True,
     ),
 }
 _OF_EXPERIMENTS = {

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.baselines.engines import with_fake_engines
 from tests.evals.models import tiny_model
 from wedlm_jax import bench as command
 from wedlm_jax.evals.speed import Speed, Work
@@ -46,6 +47,23 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypat
     assert "GFLOP/s" in said and "counting, batch 2, 8 + 6 tokens" in said
 
 
+def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    for module in ("speed", "beside_official"):
+        monkeypatch.setattr(f"wedlm_jax.evals.{module}.PAUSE", 0)
+    status, out, err = run(
+        monkeypatch, capsys, "--model", model_dir, "--tasks", "counting", "--decoders", "lookup", "--batches", 2, "--prompts",
+        8, "--outputs", 6, "--repeats", 1, "--baseline", "transformers", "vllm", "--official", tmp_path,
+        "--out", tmp_path / "out",
+    )  # fmt: skip
+    assert status == 0, err
+    results = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [row["decoder"] for row in results["rows"]] == ["ar", "lookup", "transformers", "vllm"]
+    assert [row["tokens_per_forward"] for row in results["rows"]][2:] == [1, 1]
+    assert [row["work"]["batch"] for row in results["official"]] == [2] and results["official"][0]["same_rows"] == 0
+    assert "Streaming beside the official engine" in out and "2 rows part" in " ".join(out.split())
+
+
 def test_it_says_where_ar_wins():
     def speed(decoder, batch, over_ar):
         return Speed(Work("counting", batch, 8, 6), decoder, 6, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, over_ar, 1)
@@ -63,6 +81,8 @@ def test_it_says_where_ar_wins():
         (("--decoders", "ar"), "AR always runs"),
         (("--prompts", 4096, "--outputs", 6), "exceed the model's context of 512"),
         (("--tasks", "poetry"), "poetry"),
+        (("--baseline", "vllm", "--temperature", 1), "--temperature: --baseline and --official decode greedily"),
+        (("--baseline", "vllm", "--python", "/no/python"), "/no/python: cannot be run"),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):

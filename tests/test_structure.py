@@ -22,7 +22,7 @@ FLOORS = (
     {"sharding"},
     {"model", "diffusion", "data"},
     {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
-    {"engine", "pretrained"},
+    {"engine", "pretrained", "baselines"},
     {"evals", "study"},
     {"experiment"},
     {"workdir"},

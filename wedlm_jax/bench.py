@@ -2,15 +2,18 @@
 
 python -m wedlm_jax.bench --model exports/quickstart
 python -m wedlm_jax.bench --model exports/quickstart --batches 1 8 --prompts 64 --outputs 256 --out bench
+python -m wedlm_jax.bench --model exports/quickstart --baseline transformers --official ~/WeDLM --python ~/torch/bin/python
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,11 +26,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from wedlm_jax import pretrained
+from wedlm_jax.baselines.process import Baseline, Name
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig, Decoder
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.evals.beside_official import Beside, beside, beside_table, where_they_part
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare
@@ -60,6 +65,13 @@ class Bench:
     """Timed runs of each; the figures are medians."""
     ignore_end: bool = False
     """Decode on behind an end token, so that every completion has the same length."""
+    baseline: tuple[Literal["transformers", "vllm"], ...] = ()
+    """Other engines, by AR on the same weights as a `qwen3` directory, prompts, lengths and dtype."""
+    official: Annotated[Path | None, tyro.conf.arg(metavar="CHECKOUT")] = None
+    """The official repository, checked out: its engine beside our streaming, steps and tokens. Without CUDA, dense code of ours
+    stands in for its kernels."""
+    python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
+    """The interpreter that has torch and what --baseline and --official need."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -79,13 +91,19 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
     problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
-    rates = Rates.measured(model.config.dtype)
     speeds: list[Speed] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    besides: list[Beside] = []
+    with contextlib.ExitStack() as stack:
+        baselines, official = started(args, model, decode, stack)
+        rates = Rates.measured(model.config.dtype)
+        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         bar = progress.add_task("", total=len(work))
         for piece in work:
             progress.update(bar, description=str(piece))
-            speeds += compare(model, piece, problems[piece.task], configs, rates, repeats=args.repeats)
+            given = problems[piece.task]
+            speeds += compare(model, piece, given, configs, rates, repeats=args.repeats, baselines=baselines)
+            if official is not None:
+                besides.append(beside(model, official, piece, given, decode, args.repeats))
             progress.advance(bar)
     console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}\n")
     for _, of_work in itertools.groupby(speeds, key=lambda speed: speed.work):
@@ -94,11 +112,35 @@ def bench(args: Bench, console: Console) -> list[Speed]:
         f"This machine was measured at {rates.flops / 1e9:,.0f} GFLOP/s and {rates.bytes / 1e9:,.1f} GB/s; no forward is faster "
         "than its roofline by these."
     )
-    for line in [*left_out, *where_ar_wins(speeds)]:
+    if besides:
+        console.print(beside_table(besides))
+    for line in [
+        *left_out,
+        *where_ar_wins([speed for speed in speeds if speed.decoder not in args.baseline]),
+        *where_they_part(besides),
+    ]:
         console.print(line)
     if args.out is not None:
-        save(args, speeds, rates, console)
+        save(args, speeds, besides, rates, console)
     return speeds
+
+
+def started(
+    args: Bench, model: Model, decode: DecodeConfig, stack: contextlib.ExitStack
+) -> tuple[list[Baseline], Baseline | None]:
+    """The other engines that are asked for, each in a process that ends with `stack`, over an export of these weights."""
+    names: list[Name] = [*args.baseline, *(() if args.official is None else ("official",))]
+    if not names:
+        return [], None
+    export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
+    pretrained.save(model, export, arch="qwen3")
+    job = {
+        "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window_size,
+        "mask_token_id": decode.mask_token_id or model.mask_token_id, "rows": max(args.batches),
+        "context": max(args.prompts) + max(args.outputs),
+    }  # fmt: skip
+    engines = [stack.enter_context(Baseline(name, args.python, export, **job)) for name in names]
+    return engines[: len(args.baseline)], None if args.official is None else engines[-1]
 
 
 def works(args: Bench, model: Model) -> tuple[list[Work], list[str]]:
@@ -160,7 +202,7 @@ def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
     ]
 
 
-def save(args: Bench, speeds: Sequence[Speed], rates: Rates, console: Console) -> None:
+def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates, console: Console) -> None:
     assert args.out is not None
     rows = [
         {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(speed).items()}
@@ -169,6 +211,7 @@ def save(args: Bench, speeds: Sequence[Speed], rates: Rates, console: Console) -
     results: dict[str, Any] = {
         "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
         "repeats": args.repeats, "rates": dataclasses.asdict(rates), "rows": rows,
+        "official": [dataclasses.asdict(row) for row in besides],
     }  # fmt: skip
     with writing(args.out):
         (args.out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -187,6 +230,8 @@ def main() -> None:
             raise UserError(f"--{name}: give at least one")
     if "ar" in args.decoders:
         raise UserError("--decoders: AR always runs; name the others")
+    if (args.baseline or args.official) and args.decode.temperature > 0:
+        raise UserError("--temperature: --baseline and --official decode greedily; leave it at 0")
     bench(args, Console())
 
 

@@ -84,7 +84,7 @@ def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) 
     request = make_request(model, prompt, config, row=0, name="prompt")
     pieces = Pieces(model.tokenizer, request.config)
     with _memory_errors([request]):
-        batch = _Batch(model, [request])
+        batch = Batch(model, [request])
         for state, _ in batch.stepwise():
             commit = pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))
             if commit is not None:
@@ -116,7 +116,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     return Request(ids, config, row)
 
 
-class _Batch:
+class Batch:
     """Requests of one decoder and window bucket, prefilled and ready to run."""
 
     def __init__(self, model: Model, requests: Sequence[Request]):
@@ -209,7 +209,7 @@ def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Com
     """Decodes requests of one decoder, refill rule and window bucket as one batch."""
     traces: list[list[dict]] = [[] for _ in requests]
     with _memory_errors(requests):
-        batch = _Batch(model, requests)
+        batch = Batch(model, requests)
         if trace or requests[0].config.stop:
             for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
                 for row in np.flatnonzero(np.asarray(record.running)) if trace else ():

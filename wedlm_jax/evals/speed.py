@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 
+from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
-from wedlm_jax.decode.config import DecodeConfig, Decoder
+from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
@@ -88,8 +90,9 @@ def compare(
     *,
     repeats: int,
     generate: Generate = generate,
+    baselines: Sequence[Baseline] = (),
 ) -> list[Speed]:
-    """Every decoder in turns on the same prompts.
+    """Every decoder, and then every baseline, in turns on the same prompts.
 
     Args:
       model: whose weights they share.
@@ -99,24 +102,35 @@ def compare(
       rates: of this machine.
       repeats: timed calls of each, after one that compiles.
       generate: `wedlm_jax.generate`, or what a test puts in its place.
+      baselines: other engines, which decode by AR; they time themselves.
     """
     assert configs[0].decoder == "ar"
     prompts = prompts_of(model, problems, work)
-    calls = {
-        (config.decoder, first): dataclasses.replace(config, max_new_tokens=1 if first else work.output_tokens)
-        for config in configs
-        for first in (True, False)
-    }
-    completions = {call: generate(model, prompts, config) for call, config in calls.items()}
-    seconds: dict[tuple[Decoder, bool], list[float]] = {call: [] for call in calls}
-    for _ in range(repeats):
-        for call, config in calls.items():
-            start = time.perf_counter()
-            generate(model, prompts, config)
-            seconds[call].append(time.perf_counter() - start)
-    median = {call: statistics.median(times) for call, times in seconds.items()}
+    stop_ids = model.eos_token_ids if configs[0].stop_ids is None else configs[0].stop_ids
 
-    def speed(decoder: Decoder) -> Speed:
+    def ours(config: DecodeConfig, most: int) -> tuple[float, list[Completion]]:
+        start = time.perf_counter()
+        completed = generate(model, prompts, dataclasses.replace(config, max_new_tokens=most))
+        return time.perf_counter() - start, completed
+
+    def theirs(baseline: Baseline, most: int) -> tuple[float, list[Completion]]:
+        run = baseline.run(prompts, most, stop_ids)
+        return run.seconds, run.completions
+
+    calls: dict[tuple[str, bool], Callable[[], tuple[float, list[Completion]]]] = {}
+    for first, most in ((True, 1), (False, work.output_tokens)):
+        calls |= {(config.decoder, first): functools.partial(ours, config, most) for config in configs}
+        calls |= {(baseline.name, first): functools.partial(theirs, baseline, most) for baseline in baselines}
+    completions = {name: call()[1] for name, call in calls.items()}
+    seconds: dict[tuple[str, bool], list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            if baselines:
+                time.sleep(PAUSE)
+            seconds[name].append(call()[0])
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+
+    def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
         stats = [completion.stats for completion in completions[whole]]
         generated, forwards = sum(s.generated_tokens for s in stats), sum(s.forwards for s in stats)
@@ -144,7 +158,7 @@ def compare(
             sum(c.ids == ar.ids for c, ar in zip(completions[whole], completions["ar", False], strict=True)),
         )
 
-    return [speed(config.decoder) for config in configs]
+    return [speed(name) for name in (*(config.decoder for config in configs), *(b.name for b in baselines))]
 
 
 def _longest(completions: Sequence[Completion]) -> int:

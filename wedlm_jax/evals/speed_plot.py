@@ -10,8 +10,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from wedlm_jax.evals.plots import COLOURS, MARKERS
+from wedlm_jax.evals import plots
 from wedlm_jax.evals.speed import Speed
+
+MARKERS = plots.MARKERS | {"transformers": "x", "vllm": "+"}
+COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
 
 
 def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:

@@ -1,0 +1,39 @@
+"""A model with random weights, as an HF directory of type qwen3 with the tokenizer of another model: for measuring time.
+
+python -m benchmarks.random_model runs/34m --shape 34m --tokenizer runs/quickstart
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import jax
+import tyro
+
+from benchmarks import shapes
+from wedlm_jax import Model, load, save
+from wedlm_jax.model.parameters import init_params, transformer_from
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    to: tyro.conf.Positional[str]
+    tokenizer: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """A model whose tokenizer and special ids it takes."""
+    shape: shapes.Name = "34m"
+    context: int = 2048
+    seed: int = 0
+
+
+def main() -> None:
+    flags = tyro.cli(Flags, description=__doc__)
+    of = load(flags.tokenizer)
+    config = shapes.shape(flags.shape, max_position_embeddings=flags.context)
+    params = jax.jit(lambda: init_params(config, flags.seed))()
+    transformer = transformer_from(config, params)
+    save(Model(transformer, config, of.tokenizer, of.mask_token_id, of.eos_token_ids), flags.to, arch="qwen3")
+
+
+if __name__ == "__main__":
+    main()

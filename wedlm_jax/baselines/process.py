@@ -1,0 +1,101 @@
+"""An engine in a process of its own, which decodes when it is asked to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from wedlm_jax.decode.stats import Completion, FinishReason, Stats
+from wedlm_jax.errors import UserError
+
+Name = Literal["transformers", "vllm", "official"]
+PAUSE = 0.3  # seconds before a turn of another process, in which threads that wait for work by spinning give up
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One call of an engine."""
+
+    seconds: float  # of the call in its process, prefill in it
+    completions: list[Completion]
+    decode_seconds: float | None = None  # of the steps behind prefill, where it tells them
+    steps: int | None = None  # how many of them: forwards of the batch
+
+
+class Baseline:
+    """An engine that runs in another Python, for as long as the `with` statement lasts.
+
+    Args:
+      name: which one; `official` is the engine of a checkout of the WeDLM repository.
+      python: an interpreter that has it.
+      model: an HF directory of type qwen3.
+      settings: further entries of the job: `dtype`, and for the official engine `checkout`, `window_size`, `mask_token_id`.
+
+    Raises:
+      UserError: the interpreter cannot be run, or the engine cannot be loaded there; with what it said.
+    """
+
+    def __init__(self, name: Name, python: str, model: Path, **settings: Any) -> None:
+        self.name, self.python = name, python
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process is
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                [python, str(HERE / f"{name}_engine.py")], stdin=pipe, stdout=pipe, stderr=self._said, text=True
+            )
+        except OSError as error:
+            raise UserError(
+                f"{python}: cannot be run ({(error.strerror or str(error)).lower()}); name a Python"
+            ) from None
+        self.ask({"model": str(model), **settings})
+
+    def run(self, prompts: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], **settings: Any) -> Run:
+        """Completes the prompts as one batch, greedily."""
+        asked = {"prompts": list(prompts), "max_new_tokens": max_new_tokens, "stop_ids": list(stop_ids), **settings}
+        answered = self.ask(asked)
+        completions = []
+        for row, ids in enumerate(answered["ids"]):
+            # AR where nothing else is said: one forward a token, one token a forward.
+            forwards, processed = (
+                answered.get(counter, [len(ids)] * (row + 1))[row] for counter in ("forwards", "processed")
+            )
+            reason: FinishReason = "stop" if ids and ids[-1] in stop_ids else "length"
+            completions.append(Completion(ids, reason, Stats(len(ids), forwards, processed)))
+        return Run(answered["seconds"], completions, answered.get("decode_seconds"), answered.get("steps"))
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            print(json.dumps(message), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        answered = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answered:
+            raise UserError(f"{self.name} under {self.python}: {answered['error']}")
+        return answered
+
+    def _last_words(self) -> str:
+        self._process.wait()
+        self._said.seek(0)
+        said = [line.strip() for line in self._said if line.strip()]
+        return said[-1] if said else f"ended with status {self._process.returncode} and said nothing"
+
+    def __enter__(self) -> Baseline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
