@@ -45,7 +45,7 @@ class ObjectiveConfig:
     in_block: Literal["causal", "bidirectional"] = "causal"  # how a prediction block sees itself (Figure 5c)
     streams: Literal["dual", "single"] = "dual"  # "single": a document is one block with one mask ratio (Eq. 7)
     reorder: bool = (
-        True  # False: masks stay in their places (standard order), and see nothing of their block to their right
+        True  # False: masks stay in their places, in standard order, and see nothing of their block to their right
     )
     normalization: Normalization = "weights"  # of the MLM loss: by the sum of the 1 / gamma, or by the learned tokens
     ar_loss_weight: float = 1.0  # w in (mlm + w * ar) / (1 + w)

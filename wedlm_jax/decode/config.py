@@ -40,9 +40,7 @@ class DecodeConfig:
     verify: Verify = "none"
     """fallback: streaming takes the AR token where no mask passes the rule, instead of the likeliest guess."""
     refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
-    reorder: bool = (
-        True  # False: masks stay in their places (standard order, an ablation) and see nothing to their right
-    )
+    reorder: bool = True  # False: masks stay in their places, in standard order, and see nothing to their right
     block_size: int = 32  # J (blockwise)
     confidence_threshold: float = 0.9  # fill what is at least as probable (blockwise); 0 = one a step
     max_new_tokens: int = 256

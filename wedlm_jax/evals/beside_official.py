@@ -52,7 +52,7 @@ def beside(
     requests = [make_request(model, ids, config, row=row, name="prompt") for row, ids in enumerate(prompts)]
     config = requests[0].config
     tau = None if config.entropy_threshold is None else config.tau
-    rule = dict(entropy_threshold=tau, distance_penalty=config.distance_penalty)
+    rule = dict(entropy_threshold=tau, distance_penalty=config.penalty)
 
     theirs: list[float] = []
     ours: list[float] = []

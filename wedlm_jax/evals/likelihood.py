@@ -166,7 +166,6 @@ def _recovered(
     hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
     hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
     losses = transformer.token_losses(hidden, targets, masked)
-    likeliest = jax.lax.map(
-        lambda row: jnp.argmax(transformer.logits(row), axis=-1), hidden
-    )  # one row's logits at a time
+    # The logits of one row at a time.
+    likeliest = jax.lax.map(lambda row: jnp.argmax(transformer.logits(row), axis=-1), hidden)
     return jnp.stack([jnp.sum(losses), jnp.sum(masked & (likeliest == targets)), jnp.sum(masked)])

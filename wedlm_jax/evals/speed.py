@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
