@@ -28,7 +28,7 @@ FLOORS = (
     {"workdir"},
     {"__init__", "generate", "chat"},  # the public surface
     {"ahead_of_time"},
-    {"train", "evaluate", "bench", "tradeoff", "cacheability", "convert", "calibrate", "data.__main__"},
+    {"train", "evaluate", "bench", "tradeoff", "cacheability", "open_ended", "convert", "calibrate", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -30,7 +30,7 @@ def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path) -> N
         for axes, (name, values) in zip(line, panels.items(), strict=True):
             bars = axes.barh(labels, values, color=[COLOURS[p.row.settings["decoder"]] for p in points])
             axes.bar_label(bars, fmt="{:.2f}", padding=2, fontsize=8)
-            axes.set_xlim(0, 1.18 if name != "p_cache (Eq. 4)" else None)
+            axes.set_xlim(0, 0.6 if name == "p_cache (Eq. 4)" else 1.18)
             axes.grid(axis="x", color="#e4e4e4")
             axes.set_axisbelow(True)
             axes.set_title(f"{task.replace('_', ' ')}: {name}", fontsize=10)

@@ -46,15 +46,16 @@ def text_continuation(files: list[CodeFile], characters: int) -> Task:
         long_enough = [file for file in files if len(file.text) > 4 * characters]
         random = np.random.default_rng(seed)
         chosen = random.permutation(len(long_enough))[:limit]
-        return [Problem("held_out_text", _excerpt(long_enough[i].text, characters, random), "", "") for i in chosen]
+        return [Problem("held_out_text", excerpt(long_enough[i].text, characters, random)[0], "", "") for i in chosen]
 
     return Task("held_out_text", problems, None)
 
 
-def _excerpt(text: str, characters: int, random: np.random.Generator) -> str:
+def excerpt(text: str, characters: int, random: np.random.Generator) -> tuple[str, str]:
+    """Whole lines from a random place in the first half of a text, at least `characters` long, and all that follows them."""
     start = text.find("\n", random.integers(len(text) // 2)) + 1
-    end = text.find("\n", start + characters) + 1
-    return text[start : end or len(text)]
+    end = text.find("\n", start + characters) + 1 or len(text)
+    return text[start:end], text[end:]
 
 
 def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:

@@ -1,0 +1,78 @@
+"""`python -m wedlm_jax.open_ended`: code or your own prompts, two tables, JSON and a plot; bad flags are one line."""
+
+import json
+import sys
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax import open_ended as command
+from wedlm_jax.pretrained import save
+
+FLAGS = ("--max-new-tokens", "6", "--window-size", "4", "--block-size", "4", "--thresholds", "inf", "--limit", "3")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("open_ended")
+    save(tiny_model(), folder / "model")
+    (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Once upon {i}"}) + "\n" for i in range(3)))
+    (folder / "ids.jsonl").write_text('{"prompt_ids": [1, 2]}\n')
+    return folder
+
+
+def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys, folder):
+    out = folder / "out"
+    flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
+    monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
+    command.main()
+    results = json.loads((out / "open_ended.json").read_text())
+    labels = ["AR", "block-wise", "streaming, tau=inf", "verified"]
+    assert [m["label"] for m in results["measures"]] == labels
+    assert [set(text) for text in results["texts"]] == [{"prompt", "level", *labels}] * 3
+    assert [text["prompt"] for text in results["texts"]] == [f"Once upon {i}" for i in range(3)]
+    assert all(m["mauve"] is None and m["perplexity"] > 1 for m in results["measures"])
+    assert len(results["rows"]) == 3 * 4 and len(results["entropies"]) == 3
+    assert (out / "open_ended.png").read_bytes()[:4] == b"\x89PNG"
+    said = " ".join(capsys.readouterr().out.split())
+    assert "repeated" in said and "By mean entropy of the prompt" in said and "…" not in said
+
+
+def test_without_input_the_prompts_are_held_out_code(folder):
+    (folder / "library").mkdir()
+    for i in range(60):  # a twentieth is held out
+        (folder / "library" / f"m{i}.py").write_text(
+            "".join(f"def f{j}(x):\n    return x + {i * j}\n" for j in range(12))
+        )
+    args = command.OpenEndedFlags("x", code=folder / "library", characters=30, limit=4, mauve=True)
+    prompts, references = command.prompts_of(args, tiny_model())
+    assert len(prompts) == len(references) == 4 and all("def f" in text for text in prompts + references)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--limit", "0"), "--limit 0: must be at least 1"),
+        (("--entropy-threshold", "1"), "--entropy-threshold does nothing here; use --thresholds"),
+        (("--decoder", "ar"), "--decoder ar: AR, block-wise, streaming and verified are compared; leave it out"),
+        (("--input", "ids.jsonl"), "ids.jsonl:1: prompt_ids are no text; give prompt or messages"),
+        (("--input", "in.jsonl", "--code", "library"), "--code goes with excerpts of code; leave out --input"),
+        (("--code", "nowhere"), "data.path=nowhere is not a folder"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, folder, flags, said):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["open_ended", "--model", "model", *flags])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and said in error and len(error.strip().splitlines()) == 1
+
+
+def test_mauve_that_is_not_installed_is_said_before_anything_is_decoded(monkeypatch, capsys, folder):
+    monkeypatch.setitem(sys.modules, "mauve", None)
+    monkeypatch.setattr(sys, "argv", ["open_ended", "--model", str(folder / "model"), "--mauve"])
+    with pytest.raises(SystemExit):
+        command.main()
+    error = capsys.readouterr().err
+    assert "pip install mauve-text" in error and len(error.strip().splitlines()) == 1

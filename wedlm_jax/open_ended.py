@@ -1,0 +1,175 @@
+"""Continue text that has no right answer, by AR, block-wise, streaming and verified decoding: what the texts are worth, and how
+fast they come by the entropy of their prompts.
+
+python -m wedlm_jax.open_ended --model runs/stdlib_code --out open_ended
+python -m wedlm_jax.open_ended --model DIR --input stories.jsonl --temperature 0.8 --top-p 0.95
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from wedlm_jax import pretrained
+from wedlm_jax.data.stdlib_code import code_files
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.prompts import render_messages
+from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
+from wedlm_jax.evals.open_ended_plot import plot_open_ended
+from wedlm_jax.evals.show import device
+from wedlm_jax.evals.sweep import ADAPTED, Setting
+from wedlm_jax.evals.tasks import Task
+from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.generate.__main__ import read_prompts
+from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.model.handle import Model
+from wedlm_jax.version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenEndedFlags:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """The weights: an HF directory, a workdir or a hub id."""
+    input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
+    """Your prompts, {"prompt": str} or {"messages": [...]} a line; if not given, excerpts of held-out code."""
+    code: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """A folder of .py files instead of the Python standard library, of which a twentieth is held out."""
+    characters: int = 240
+    """Length of an excerpt; whole lines, so at least this."""
+    limit: Annotated[int, tyro.conf.arg(metavar="N")] = 60
+    """Prompts at most."""
+    thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)
+    """tau of streaming, in nats."""
+    mauve: bool = False
+    """Also score the continuations of code against what the files go on with (pip install mauve-text)."""
+    batch_size: int = 1
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where open_ended.json and open_ended.png go; nowhere if not given."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
+
+
+def settings_of(args: OpenEndedFlags) -> list[Setting]:
+    """AR, block-wise, streaming at every tau, verified."""
+    streaming = [(f"streaming, tau={tau:g}", "streaming", dict(entropy_threshold=tau)) for tau in args.thresholds]
+    rows = [("AR", "ar", {}), ("block-wise", "blockwise", {}), *streaming, ("verified", "verified", {})]
+    return [
+        Setting(label, ADAPTED, dataclasses.replace(args.decode, decoder=decoder, **changes))  # type: ignore[arg-type]
+        for label, decoder, changes in rows
+    ]
+
+
+def prompts_of(args: OpenEndedFlags, model: Model) -> tuple[list[str], list[str] | None]:
+    """The prompts as text, and, of code, what follows each where MAUVE asks for it."""
+    if args.input is None:
+        pairs = code_prompts(code_files("held_out", args.code), args.characters, args.limit, args.decode.seed)
+        return [prompt for prompt, _ in pairs], [rest for _, rest in pairs] if args.mauve else None
+    texts = []
+    for name, prompt in read_prompts(args.input)[: args.limit]:
+        if isinstance(prompt, str):
+            texts.append(prompt)
+        elif isinstance(prompt[0], dict):
+            texts.append(render_messages(model, prompt, name))  # type: ignore[arg-type]
+        else:
+            raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
+    return texts, None
+
+
+def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
+    """Runs it, prints both tables, and returns what was measured."""
+    if args.out is not None:  # before the first forward
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+    settings, model = settings_of(args), pretrained.load(args.model, args.dtype)
+    prompts, references = prompts_of(args, model)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(settings) * len(prompts))
+
+        def on_batch(setting: Setting, task: Task, done: int) -> None:
+            progress.update(bar, advance=done, description=f"{task.name} entropy: {setting.label}")
+
+        found = measure(model, settings, prompts, references, batch_size=args.batch_size, on_batch=on_batch)
+    title = f"{args.model}: {len(prompts)} prompts, {args.decode.max_new_tokens} tokens at most, {device()}"
+    console.print(texts_table(found, title))
+    console.print(levels_table(found))
+    if args.out is not None:
+        results = {
+            "model": args.model, "device": device(), "version": __version__, "prompts": args.input and str(args.input),
+            **dataclasses.asdict(found),
+        }  # fmt: skip
+        with writing(args.out):
+            (args.out / "open_ended.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
+            plot_open_ended(found, args.out / "open_ended.png", title)
+        console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}")
+    return found
+
+
+def texts_table(found: OpenEnded, title: str) -> Table:
+    """One line a decoder: the texts and the speed over all prompts."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("decoder", no_wrap=True)
+    for name in (
+        "distinct\n1, 2, 3",
+        "repeated\n4-grams",
+        "AR per-\nplexity",
+        "tokens/\nforward",
+        "speed\nvs AR",
+        "MAUVE",
+    ):
+        table.add_column(name, justify="right", no_wrap=True)
+    for m in found.measures:
+        table.add_row(
+            m.label, " ".join(f"{x:.2f}" for x in m.distinct.values()), f"{m.repetition:.0%}", f"{m.perplexity:.2f}",
+            f"{m.tokens_per_forward:.2f}", f"{m.speedup_over_ar:.2f}x", "-" if m.mauve is None else f"{m.mauve:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def levels_table(found: OpenEnded) -> Table:
+    """Tokens per forward and tokens/s by the entropy of the prompt."""
+    title = "By mean entropy of the prompt: tokens per forward (tokens/s)"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("decoder", no_wrap=True)
+    for level, (low, high) in found.bounds.items():
+        table.add_column(f"{level}\n{low:.2f}-{high:.2f} nats", justify="right", no_wrap=True)
+    for m in found.measures:
+        rows = {row.task: row for row in found.rows if row.label == m.label}
+        cells = [f"{rows[x].tokens_per_forward:.2f} ({rows[x].tokens_per_second:,.0f})" for x in found.bounds]
+        table.add_row(m.label, *cells)
+    return table
+
+
+@entry
+def main() -> None:
+    keep_freed_memory()
+    args = parse(
+        OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__, args=spell_none(sys.argv[1:])
+    )
+    require_positive(args, "characters", "limit", "batch_size")
+    refuse_beside(args.decode, DecodeConfig(), {"entropy_threshold": "--thresholds"})
+    if args.decode.decoder != DecodeConfig.decoder:
+        raise UserError(
+            f"--decoder {args.decode.decoder}: AR, block-wise, streaming and verified are compared; leave it out"
+        )
+    if args.input is not None and (args.mauve or args.code is not None):
+        flag = "--mauve" if args.mauve else "--code"
+        raise UserError(f"{flag} goes with excerpts of code; leave out --input")
+    if args.mauve:
+        load_mauve()  # before anything is decoded
+    open_ended(args, Console())
+
+
+if __name__ == "__main__":
+    main()
