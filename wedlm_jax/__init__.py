@@ -9,13 +9,15 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.generate import generate, stream
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
-from wedlm_jax.pretrained import load, save
+from wedlm_jax.pretrained import load, save, save_adapter
 from wedlm_jax.version import __version__
 
 __all__ = [
+    "AdapterConfig",
     "CachedWindow",
     "Causal",
     "Completion",
@@ -30,5 +32,6 @@ __all__ = [
     "generate",
     "load",
     "save",
+    "save_adapter",
     "stream",
 ]

@@ -1,4 +1,4 @@
-"""`load` and `save`: models by path, whether an HF directory, a hub id or a workdir of `wedlm_jax.train`."""
+"""`load` and `save`: models by path, whether an HF directory, a hub id or a workdir of `wedlm_jax.train`; and adapters."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from wedlm_jax.decode.calibration import read_calibration, write_calibration
 from wedlm_jax.errors import UserError
+from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
@@ -20,7 +21,13 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 
 
-def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, mesh: Mesh | None = None) -> Model:
+def load(
+    path: str | Path,
+    dtype: Any = None,
+    mask_token_id: int | None = None,
+    mesh: Mesh | None = None,
+    adapter: str | Path | None = None,
+) -> Model:
     """Loads a model.
 
     Args:
@@ -30,9 +37,11 @@ def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, 
         and float32 on CPU.
       mask_token_id: overrides the id that the directory declares.
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; None: the first device.
+      adapter: a directory of `save_adapter`, or of PEFT, that goes beside these weights. Its special ids and its calibration
+        take the place of theirs.
 
     Raises:
-      UserError: nothing is there, it is not complete, or it holds what is not implemented.
+      UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base.
     """
     directory = locate(path)
     calibration = read_calibration(directory)
@@ -40,22 +49,54 @@ def load(path: str | Path, dtype: Any = None, mask_token_id: int | None = None, 
         model = _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
     else:
         model = load_hf(directory, dtype, mask_token_id, mesh)
-    return dataclasses.replace(model, calibration=calibration)
+    if adapter is not None:
+        base, model = model, with_adapter(model, locate_adapter(adapter))
+        if mask_token_id is not None:
+            model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
+        calibration = read_calibration(Path(adapter))
+    return dataclasses.replace(model, calibration=calibration, source=str(path))
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     """Writes an HF directory that PyTorch tools load: safetensors, config.json, generation_config.json, tokenizer; and
-    decoding.json, where the model was calibrated.
+    decoding.json, where the model was calibrated. An adapter of all rows is merged into the weights.
 
     Args:
       arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass.
 
     Raises:
-      UserError: the weights do not fit `arch`, or `path` holds something that is not an earlier export of ours.
+      UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
+        adapter of mask rows, which is saved by `save_adapter`.
     """
     save_hf(model, path, arch)
     if model.calibration is not None:
         write_calibration(Path(path), model.calibration)
+
+
+def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
+    """Writes the adapter of a model alone: safetensors and a JSON that names its base and the revision of its weights; where it
+    works on all rows, PEFT's adapter_config.json beside them. `load(base, adapter=path)` gives the model again.
+
+    Args:
+      base: the name by which others find the base; the one that `load` was given if it is None.
+
+    Raises:
+      UserError: the model has no adapter, or `path` holds something that is not an earlier adapter of ours.
+    """
+    write_adapter(model, path, model.source if base is None else base)
+    if model.calibration is not None:
+        write_calibration(Path(path), model.calibration)
+
+
+def locate_adapter(path: str | Path) -> Path:
+    """The local directory of an adapter. A `UserError` says what else is there."""
+    directory = Path(path)
+    if not directory.is_dir():
+        what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
+        raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT")
+    if not is_adapter(directory) and (is_workdir(directory) or (directory / "config.json").is_file()):
+        raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
+    return directory
 
 
 def locate(path: str | Path) -> Path:

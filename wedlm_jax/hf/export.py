@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.merging import merged
+from wedlm_jax.model.parameters import params_of, transformer_from
 
 EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory may be replaced by a new export
 MAX_SHARD_SIZE = 5 * 10**9
@@ -27,21 +31,31 @@ MAX_SHARD_SIZE = 5 * 10**9
 def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size: int = MAX_SHARD_SIZE) -> None:
     """Writes an HF directory: config.json, safetensors, generation_config.json, tokenizer files.
 
-    The directory appears whole or not at all. An earlier export of ours is replaced, anything else is left alone.
+    The directory appears whole or not at all. An earlier export of ours is replaced, anything else is left alone. An
+    adapter of all rows is merged into the weights.
 
     Raises:
-      UserError: the weights do not fit `arch`, or `path` is taken.
+      UserError: the weights do not fit `arch`, `path` is taken, or the model has an adapter of mask rows.
     """
-    require_fit(model.config, arch)
+    config, params = merged(model.config, params_of(model.transformer))
+    model = dataclasses.replace(model, config=config, transformer=transformer_from(config, params))
+    require_fit(config, arch)
     target = Path(path).absolute()
     _require_free(target)
-    staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
-    try:
-        staging.mkdir(parents=True)
+    with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
         _write_json(staging / "config.json", _export_config(model, arch))
         _write_json(staging / "generation_config.json", _export_generation_config(model))
+
+
+@contextlib.contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A folder to write into. At the end it takes the place of `target`; where anything went wrong, nothing is left of it."""
+    staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    try:
+        staging.mkdir(parents=True)
+        yield staging
         if target.exists():
             target.rename(replaced)
         staging.rename(target)

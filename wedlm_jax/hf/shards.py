@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 class StoredTensors:
     """The tensors of an HF directory. Headers are read at once, data when asked for.
@@ -31,10 +34,10 @@ class StoredTensors:
       UserError: no weights, an unreadable or truncated file, a missing shard, an index that disagrees with its shards.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, single_file: str = SINGLE_FILE):
         self.directory = directory
-        if (directory / SINGLE_FILE).is_file():
-            shard = _open(directory / SINGLE_FILE)
+        if (directory / single_file).is_file():
+            shard = _open(directory / single_file)
             self._shards = dict.fromkeys(shard.keys(), shard)
         elif (directory / INDEX_FILE).is_file():
             self._shards = _open_indexed(directory / INDEX_FILE)
@@ -62,6 +65,40 @@ class StoredTensors:
         return self._shards[name].get_slice(name)[part] if part else self._shards[name].get_tensor(name)
 
 
+def mismatches(held: Shapes, needed: Shapes, allowed: Shapes | None = None, most: int = 20) -> str:
+    """What is missing, extra or misshapen among the tensors that are held, on one line; nothing where they fit.
+
+    Args:
+      allowed: `needed` and what may be there beside it.
+      most: names of each kind.
+    """
+    allowed = needed if allowed is None else allowed
+    misshapen: dict[str, list[str]] = {}
+    for name in held.keys() & allowed.keys():
+        if held[name] != allowed[name]:
+            misshapen.setdefault(f"is {list(held[name])}, needs {list(allowed[name])}", []).append(name)
+    problems = []
+    if missing := needed.keys() - held.keys():
+        problems.append(f"missing {_names(missing, most)}")
+    if extra := held.keys() - allowed.keys():
+        problems.append(f"extra {_names(extra, most)}")
+    problems += [f"misshapen {_names(names, most)} ({shapes})" for shapes, names in sorted(misshapen.items())]
+    return "; ".join(problems)
+
+
+def _names(names: Iterable[str], most: int) -> str:
+    """Tensor names on one line, the layers of one pattern together: `model.layers.{0,1}.mlp.up_proj.weight`."""
+    layers: dict[str, list[int]] = {}
+    for name in names:
+        pattern, layer = re.sub(r"(?<=\.layers\.)\d+", "{}", name), re.search(r"(?<=\.layers\.)\d+", name)
+        layers.setdefault(pattern, []).extend([int(layer[0])] if layer else [])
+    shown = [
+        pattern.replace("{}", str(numbers[0]) if len(numbers) == 1 else "{" + ",".join(map(str, sorted(numbers))) + "}")
+        for pattern, numbers in sorted(layers.items())
+    ]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
 class TensorToWrite(NamedTuple):
     name: str
     shape: tuple[int, ...]
@@ -84,18 +121,18 @@ def write_tensors(directory: Path, tensors: Sequence[TensorToWrite], max_shard_s
         shards[-1].append(tensor)
         room -= tensor.nbytes
     if len(shards) == 1:
-        _write_file(directory / SINGLE_FILE, shards[0])
+        write_file(directory / SINGLE_FILE, shards[0])
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(directory / name, shard)
+        write_file(directory / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": dict(sorted(weight_map.items()))}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:
+def write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:
     """The format: 8 bytes of header length, a JSON header padded to 8 bytes, the raw little-endian data."""
     stored = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from wedlm_jax.model.adapter import MASK_EMBEDDING
 from wedlm_jax.model.config import ModelConfig
 
 
@@ -113,8 +114,22 @@ def rows(config: ModelConfig) -> Iterator[Row]:
     return (row for row in TABLE if row.when(config))
 
 
+def adapter_rows(config: ModelConfig) -> Iterator[Row]:
+    """The rows of the adapter of this config, under PEFT's names; the mask embedding, which PEFT has not, under ours."""
+    assert config.adapter is not None
+    for row in rows(config):
+        target = row.ours.removesuffix(".kernel")
+        if target != row.ours and target.rpartition(".")[2] in config.adapter.targets:
+            hf, (outputs, inputs) = "base_model.model." + row.hf.removesuffix(".weight"), row.hf_axes.split()
+            yield Row(f"{hf}.lora_A.weight", f"R {inputs}", f"{target}.lora_a", " ".join([*inputs, "R"]))
+            yield Row(f"{hf}.lora_B.weight", f"{outputs} R", f"{target}.lora_b", " ".join(["R", *outputs]))
+    if config.adapter.rows == "mask":
+        yield Row(MASK_EMBEDDING, "D", MASK_EMBEDDING, "D")
+
+
 def _sizes(letters: str, config: ModelConfig) -> tuple[int, ...]:
     size = {
+        "R": 0 if config.adapter is None else config.adapter.rank,
         "V": config.vocab_size,
         "D": config.hidden_size,
         "F": config.intermediate_size,

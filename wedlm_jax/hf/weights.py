@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
-from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors
+from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors, mismatches
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
@@ -121,19 +121,8 @@ def _require_match(tensors: StoredTensors, config: ModelConfig) -> None:
     needed = {name: row.hf_shape(config) for row in rows(config) for name in row.names(config)}
     allowed = {HEAD.hf: HEAD.hf_shape(config)} | needed
     held = {name: shape for name, shape in tensors.shapes.items() if not DERIVED_BUFFER.fullmatch(name)}
-    extra = held.keys() - allowed.keys() if config.tie_word_embeddings else held.keys() - needed.keys()
-    misshapen: dict[str, list[str]] = {}
-    for name in held.keys() & allowed.keys():
-        if held[name] != allowed[name]:
-            misshapen.setdefault(f"is {list(held[name])}, needs {list(allowed[name])}", []).append(name)
-    problems = []
-    if missing := needed.keys() - held.keys():
-        problems.append(f"missing {_names(missing)}")
-    if extra:
-        problems.append(f"extra {_names(extra)}")
-    problems += [f"misshapen {_names(names)} ({shapes})" for shapes, names in sorted(misshapen.items())]
-    if problems:
-        raise UserError(f"{tensors.directory}: the tensors do not fit config.json: {'; '.join(problems)}")
+    if problems := mismatches(held, needed, allowed if config.tie_word_embeddings else needed):
+        raise UserError(f"{tensors.directory}: the tensors do not fit config.json: {problems}")
 
 
 def _require_same_head(tensors: StoredTensors) -> None:
@@ -142,16 +131,3 @@ def _require_same_head(tensors: StoredTensors) -> None:
             f"{tensors.directory}: config.json ties the head to the embedding, but {HEAD.hf} and {EMBEDDING.hf} differ; "
             "set tie_word_embeddings to false or remove the head"
         )
-
-
-def _names(names: Iterable[str]) -> str:
-    """Tensor names on one line, the layers of one pattern together: `model.layers.{0,1}.mlp.up_proj.weight`."""
-    layers: dict[str, list[int]] = {}
-    for name in names:
-        pattern, layer = re.sub(r"(?<=\.layers\.)\d+", "{}", name), re.search(r"(?<=\.layers\.)\d+", name)
-        layers.setdefault(pattern, []).extend([int(layer[0])] if layer else [])
-    shown = [
-        pattern.replace("{}", str(numbers[0]) if len(numbers) == 1 else "{" + ",".join(map(str, sorted(numbers))) + "}")
-        for pattern, numbers in sorted(layers.items())
-    ]
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

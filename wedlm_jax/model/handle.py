@@ -29,6 +29,7 @@ class Model:
     mask_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()  # of generation_config, else config, else tokenizer
     files: Path | None = None  # the directory that it was loaded from, whose tokenizer files an export carries along
+    source: str | None = None  # what `load` was given
     calibration: Any = None  # decode.calibration.Calibration: tau and lambda measured for these weights, or None
 
     @property

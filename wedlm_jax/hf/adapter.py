@@ -1,0 +1,194 @@
+"""Adapters as directories of their own: megabytes beside a base of gigabytes.
+
+  adapter_model.safetensors  the pairs, under PEFT's names and in its layout; with rows="mask" also the mask embedding
+  adapter.json               what it is, and the revision of the base that it was trained on
+  adapter_config.json        with rows="all": PEFT's own description, so that PEFT reads the directory too
+
+A directory of PEFT has no adapter.json; its base is checked by the shapes alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from wedlm_jax.config_tree import from_json
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf import peft
+from wedlm_jax.hf.config import read_json
+from wedlm_jax.hf.export import whole_directory
+from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, write_file
+from wedlm_jax.hf.weight_map import Row, adapter_rows
+from wedlm_jax.model.adapter import AdapterConfig, Rows, Target
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
+from wedlm_jax.model.revision import revision
+from wedlm_jax.sharding import param_shardings
+
+FILE, WEIGHTS = "adapter.json", "adapter_model.safetensors"
+CALIBRATION = "decoding.json"  # of decode.calibration, which may lie beside them
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterFile:
+    """`adapter.json`. No field has a default: one that is missing is an error."""
+
+    base: str | None  # the name by which the base was loaded, for people and for PEFT
+    base_revision: str  # model.revision.revision
+    rank: int
+    alpha: float
+    targets: tuple[Target, ...]
+    rows: Rows
+    dtype: str  # of the stored tensors
+    mask_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def adapter(self) -> AdapterConfig:
+        return AdapterConfig(self.rank, self.alpha, self.targets, self.rows)
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether it looks like an adapter, of ours or of PEFT."""
+    return any((directory / name).is_file() for name in (FILE, WEIGHTS, peft.FILE))
+
+
+def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
+    """Writes the directory, whole or not at all; an earlier adapter of ours is replaced, anything else is left alone.
+
+    Raises:
+      UserError: the model has no adapter, or `path` is taken.
+    """
+    config, target = model.config, Path(path).absolute()
+    if config.adapter is None:
+        raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
+    _require_free(target)
+    params = params_of(model.transformer)
+    (dtype,) = {params[row.ours].dtype.name for row in adapter_rows(config)}
+    described = AdapterFile(
+        base, revision(config, params), config.adapter.rank, config.adapter.alpha, config.adapter.targets,
+        config.adapter.rows, dtype, model.mask_token_id, model.eos_token_ids,
+    )  # fmt: skip
+    with whole_directory(target) as staging:
+        write_file(
+            staging / WEIGHTS, [t for row in adapter_rows(config) for t in _stored(row, config, params[row.ours])]
+        )
+        _write_json(staging / FILE, dataclasses.asdict(described))
+        if config.adapter.rows == "all":
+            _write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
+
+
+def with_adapter(model: Model, directory: Path) -> Model:
+    """The model with the adapter of a directory, its pairs in float32 and cut over the mesh as their kernels are.
+
+    Raises:
+      UserError: it is not complete or damaged, it was trained on another base, or it is of PEFT and not implemented.
+    """
+    config, params = model.config, params_of(model.transformer)
+    if config.adapter is not None:
+        raise UserError(f"{directory}: the model has an adapter already; load its base and one of them")
+    described = _describe(directory)
+    if isinstance(described, AdapterFile):
+        if (found := revision(config, params)) != described.base_revision:
+            raise UserError(
+                f"{directory}: trained on {described.base or 'a base'} of revision {described.base_revision}, but this base is "
+                f"of revision {found}, so its weights differ; load the adapter on the base that it was trained on"
+            )
+        model = dataclasses.replace(model, mask_token_id=described.mask_token_id, eos_token_ids=described.eos_token_ids)
+        adapter, dtype = described.adapter, described.dtype
+    else:
+        adapter, dtype = described, None
+    config = dataclasses.replace(config, adapter=adapter)
+    own = _read(directory, config, dtype)
+    if model.mesh is None:
+        placed = {name: jnp.asarray(x) for name, x in own.items()}
+    else:
+        axes = {name: names for name, names in param_axes(config).items() if name in own}
+        shardings = param_shardings(model.mesh, axes, {name: x.shape for name, x in own.items()})
+        placed = {
+            name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__) for name, x in own.items()
+        }
+    return dataclasses.replace(model, transformer=transformer_from(config, params | placed), config=config)
+
+
+def _describe(directory: Path) -> AdapterFile | AdapterConfig:
+    """What adapter.json says, or, where there is none, PEFT's file; where both are there they must agree."""
+    ours, theirs = directory / FILE, directory / peft.FILE
+    of_peft = peft.from_peft(read_json(theirs), theirs) if theirs.is_file() else None
+    if not ours.is_file():
+        if of_peft is None:
+            raise UserError(f"{directory}: no {FILE} and no {peft.FILE}, so it is no adapter; copy the whole directory")
+        return of_peft
+    described = from_json(AdapterFile, json.dumps(read_json(ours)), str(ours))
+    try:
+        adapter = described.adapter
+    except UserError as error:
+        raise UserError(f"{ours}: {str(error).removeprefix('adapter.')}") from None
+    if of_peft is not None and (set(adapter.targets), *_without_targets(adapter)) != (
+        set(of_peft.targets),
+        *_without_targets(of_peft),
+    ):
+        raise UserError(
+            f"{directory}: {FILE} and {peft.FILE} describe two adapters; remove the one that is not this one's"
+        )
+    return described
+
+
+def _without_targets(adapter: AdapterConfig) -> tuple[int, float, str]:
+    return adapter.rank, adapter.alpha, adapter.rows
+
+
+def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
+    """The parameters of the adapter by path, stacked over layers, in float32."""
+    assert config.adapter is not None
+    if not (directory / WEIGHTS).is_file():
+        pickled = (
+            " (adapter_model.bin is pickled, never read here)" if (directory / "adapter_model.bin").is_file() else ""
+        )
+        raise UserError(f"{directory}: no {WEIGHTS}{pickled}; copy or save the adapter again")
+    tensors = StoredTensors(directory, WEIGHTS)
+    table = list(adapter_rows(config))
+    needed = {name: row.hf_shape(config) for row in table for name in row.names(config)}
+    ranks = {shape[0] for name, shape in tensors.shapes.items() if name.endswith("lora_A.weight")}
+    if len(ranks) == 1 and ranks != {config.adapter.rank}:
+        raise UserError(f"{directory}: rank={config.adapter.rank}, but the pairs of {WEIGHTS} have rank {ranks.pop()}")
+    if problems := mismatches(tensors.shapes, needed, most=2):
+        raise UserError(f"{directory}: the tensors do not fit this adapter on this base: {problems}")
+    if dtype is not None and (stored := {str(DTYPES.get(d, d)) for d in tensors.dtypes.values()}) != {dtype}:
+        raise UserError(f"{directory}: {FILE} says dtype={dtype}, {WEIGHTS} holds {', '.join(sorted(stored))}")
+    params = {}
+    for row in table:
+        parts = [row.from_hf(tensors.read(name), config).astype(np.float32) for name in row.names(config)]
+        params[row.ours] = np.stack(parts) if row.stacked else parts[0]
+    return params
+
+
+def _stored(row: Row, config: ModelConfig, array: jax.Array) -> list[TensorToWrite]:
+    held = np.asarray(array)
+    layers = held if row.stacked else held[None]
+    return [
+        TensorToWrite(name, row.hf_shape(config), held.dtype, lambda part=part: row.to_hf(part, config))  # type: ignore[misc]
+        for name, part in zip(row.names(config), layers, strict=True)
+    ]
+
+
+def _require_free(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise UserError(f"{target}: is a file; name a directory")
+    names = {entry.name for entry in target.iterdir()}
+    if names and (FILE not in names or names - {FILE, WEIGHTS, peft.FILE, CALIBRATION}):
+        foreign = sorted(names - {FILE, WEIGHTS, peft.FILE, CALIBRATION})
+        why = f"holds {foreign[0]}" if foreign else f"has no {FILE}"
+        raise UserError(f"{target}: not empty and {why}, so it is not replaced; choose another directory or remove it")
+
+
+def _write_json(file: Path, value: dict) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

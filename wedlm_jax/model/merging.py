@@ -1,0 +1,42 @@
+"""An adapter of all rows, added to the weights that it stands beside: then nothing of it is left to load or to run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.config import ModelConfig
+
+
+def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelConfig, dict[str, jax.Array]]:
+    """Config and parameters of the model without an adapter whose weights are W + (alpha / rank) A B, summed in float32 and
+    kept in the dtype of W; as they are where there is no adapter.
+
+    Raises:
+      UserError: the adapter works on mask rows alone, which no single W can do.
+    """
+    base, pairs = split_adapter(params)
+    if config.adapter is None:
+        return config, base
+    if config.adapter.rows == "mask":
+        raise UserError(
+            "an adapter of mask rows (rows=mask) cannot be merged: a merged weight works on every row, so the text would no "
+            "longer be the base's; export the base alone, and keep the adapter beside it (--adapter DIR)"
+        )
+    for name, b in pairs.items():
+        if name.endswith(".lora_b"):
+            kernel = name.replace("lora_b", "kernel")
+            base[kernel] = _add(base[kernel], pairs[name.replace("lora_b", "lora_a")], b, config.adapter.scale)
+    return dataclasses.replace(config, adapter=None), base
+
+
+@jax.jit
+def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    """kernel [layers, *inputs, *outputs] + scale * a [layers, *inputs, R] b [layers, R, *outputs]."""
+    product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(a, b)
+    return (kernel.astype(jnp.float32) + scale * product).astype(kernel.dtype)
