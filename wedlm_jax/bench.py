@@ -38,9 +38,10 @@ from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.tasks import task, text_continuation
-from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.merging import plain
 from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
@@ -52,6 +53,7 @@ CHARACTERS = 800  # of an excerpt of stdlib_code
 class Bench:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir or a hub id."""
+    adapter: AdapterFlag = None
     tasks: tuple[TaskName, ...] = ("counting", "word_problems", "stdlib_code")
     """What is decoded; these three are of low, medium and high entropy."""
     decoders: tuple[Decoder, ...] = ("lookup", "blockwise", "streaming", "verified")
@@ -84,7 +86,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
-    model = pretrained.load(args.model, args.dtype)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
     configs = [dataclasses.replace(decode, decoder=decoder) for decoder in ("ar", *args.decoders)]
     work, left_out = works(args, model)
@@ -129,11 +131,15 @@ def started(
     args: Bench, model: Model, decode: DecodeConfig, stack: contextlib.ExitStack
 ) -> tuple[list[Baseline], Baseline | None]:
     """The other engines that are asked for, each in a process that ends with `stack`, over an export of these weights."""
+    if args.official is not None and not model.needs_mask_token:
+        raise UserError(
+            "--official runs streaming, and its engine takes no adapter of mask rows; leave one of the two out"
+        )
     names: list[Name] = [*args.baseline, *(() if args.official is None else ("official",))]
     if not names:
         return [], None
     export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
-    pretrained.save(model, export, arch="qwen3")
+    pretrained.save(plain(model), export, arch="qwen3")
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window_size,
         "mask_token_id": decode.mask_token_id or model.mask_token_id, "rows": max(args.batches),

@@ -26,7 +26,7 @@ from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
-from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.version import __version__
 
@@ -37,6 +37,7 @@ COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on 
 class Cacheability:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir or a hub id."""
+    adapter: AdapterFlag = None
     tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
     limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """Held-out problems a task."""
@@ -82,7 +83,7 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
-    model, chosen = pretrained.load(args.model, args.dtype), [task(name) for name in args.tasks]
+    model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), [task(name) for name in args.tasks]
     problems = {of.name: of.problems(args.limit, 0) for of in chosen}
     measured: dict[str, tuple[Row, list[Point]]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:

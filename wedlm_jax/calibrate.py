@@ -26,7 +26,7 @@ from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.agreement import disagreements
-from wedlm_jax.flags import parse, require_positive
+from wedlm_jax.flags import AdapterFlag, parse, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
 
@@ -37,9 +37,10 @@ PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
 @dataclasses.dataclass(frozen=True)
 class Calibrate:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory or workdir of wedlm_jax.train; decoding.json is written there."""
+    """HF directory or workdir of wedlm_jax.train; decoding.json is written there, or beside its adapter."""
     data: Annotated[Path, tyro.conf.arg(metavar="IN.jsonl")]
     """Prompts such as the model will get, a line each, as for wedlm_jax.generate --input."""
+    adapter: AdapterFlag = None
     max_disagreement: float = 0.005
     """The largest share of tokens that AR decoding of the same weights would not have chosen."""
     limit: int = 50
@@ -55,7 +56,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     """Measures every pair, shows the table, and stores the fastest pair that agrees often enough."""
     _check_flags(args)
     prompts = read_prompts(args.data)[: args.limit]
-    model = pretrained.load(args.model, args.dtype)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     measured = measure(model, prompts, args, console)
     chosen = choose(measured)
     console.print(as_table(measured, chosen))
@@ -66,7 +67,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
             f"at tau {best.entropy_threshold:g}, lambda {best.distance_penalty:g}: raise --max-disagreement, or use "
             "--decoder verified, which never disagrees"
         )
-    file = write_calibration(Path(args.model), chosen)
+    file = write_calibration(Path(args.adapter or args.model), chosen)
     console.print(f"{file}: {chosen.in_words()}", highlight=False, soft_wrap=True)
     return chosen
 
@@ -128,8 +129,9 @@ def _check_flags(args: Calibrate) -> None:
         raise UserError(
             f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"
         )
-    if not Path(args.model).is_dir():
-        raise UserError(f"--model {args.model}: is no local directory, so nothing can be stored there")
+    flag, path = ("model", args.model) if args.adapter is None else ("adapter", args.adapter)
+    if not Path(path).is_dir():
+        raise UserError(f"--{flag} {path}: is no local directory, so nothing can be stored there")
 
 
 @entry

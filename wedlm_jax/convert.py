@@ -1,6 +1,8 @@
 """Checkpoint or HF directory -> HF directory, and the proof that PyTorch computes the same with it.
 
 python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arch qwen3 --verify
+python -m wedlm_jax.convert --from runs/sft --adapter adapters/sft --to exports/merged
+python -m wedlm_jax.convert --from runs/quickstart_adapter --only-adapter --to adapters/quickstart
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import tyro
 
 from wedlm_jax import pretrained
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.hf.config import Arch, read_json
+from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 
 TOLERANCE = 1e-4  # of max(1, largest logit), in float32
@@ -33,6 +37,10 @@ class Convert:
     """Workdir of wedlm_jax.train, HF directory, or hub id."""
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
+    adapter: AdapterFlag = None
+    only_adapter: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Write the adapter alone: a directory that every --adapter takes, and PEFT too where it works on all rows. Without it an
+    adapter of all rows is merged into the weights."""
     arch: Arch = "wedlm"
     """Model type to declare: qwen3 and qwen2 are read by stock transformers."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -43,21 +51,26 @@ def convert(args: Convert) -> None:
     if args.verify:
         _require_torch()
     source = pretrained.locate(args.source)
-    model = pretrained.load(source, pretrained.exact_dtype(source))
+    model = pretrained.load(source, pretrained.exact_dtype(source), adapter=args.adapter)
+    if args.only_adapter:
+        pretrained.save_adapter(model, args.target)
+        print(f"wrote {args.target}: {_in_words(model)}, {_size_of(args.target) / 1e6:.1f} MB")
+        return
     pretrained.save(model, args.target, args.arch)
     print(f"wrote {args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
     if args.verify:
-        verify(source, args.target)
+        verify(source, args.target, args.adapter)
 
 
-def verify(source: Path, target: Path) -> None:
-    """Raises `UserError` where torch on `target`, or on an HF `source`, gives other logits than we for `source`."""
+def verify(source: Path, target: Path, adapter: str | None = None) -> None:
+    """Raises `UserError` where torch on `target`, or on an HF `source` without an adapter, gives other logits than we for
+    `source`, merged with `adapter`."""
     _require_torch()
-    model = pretrained.load(source, "float32")
+    model = _in_float32(plain(pretrained.load(source, pretrained.exact_dtype(source), adapter=adapter)))
     tokens, positions = _probe(model.config.vocab_size)
     ours = _our_logits(model, tokens, positions)
     del model
-    sides = [target] if pretrained.is_workdir(source) else [target, source]
+    sides = [target] if pretrained.is_workdir(source) or adapter is not None else [target, source]
     tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
     for side in sides:
         difference = float(np.abs(_torch_logits(side, tokens, positions) - ours).max())
@@ -65,6 +78,20 @@ def verify(source: Path, target: Path) -> None:
         if not difference <= tolerance:
             raise UserError(line)
         print(f"verified {line}")
+
+
+def _in_float32(model: Model) -> Model:
+    """The weights as they are stored, computed with in float32."""
+    config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32")
+    params = {name: jnp.asarray(x, jnp.float32) for name, x in params_of(model.transformer).items()}
+    return dataclasses.replace(model, transformer=transformer_from(config, params), config=config)
+
+
+def _in_words(model: Model) -> str:
+    adapter = model.config.adapter
+    assert adapter is not None  # it was saved
+    own = split_adapter(params_of(model.transformer))[1]
+    return f"an adapter of {adapter.rows} rows, rank {adapter.rank}, {sum(x.size for x in own.values()):,} parameters"
 
 
 def _probe(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:

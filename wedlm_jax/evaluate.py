@@ -39,7 +39,7 @@ from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, result
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
@@ -56,6 +56,7 @@ class Evaluate:
     """Where the experiment was trained; runs/NAME if not given."""
     model: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Or evaluate any model: HF directory, hub id, or workdir."""
+    adapter: AdapterFlag = None
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -82,6 +83,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     """What `--exp NAME` asks for: the table of an adaptation, before and after."""
     if args.decode != DecodeConfig():
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
+    if args.adapter is not None:
+        raise UserError("--adapter goes with --model DIR; an experiment has its own")
     named = load_experiment(name)
     workdir = args.workdir or named.workdir
     if not pretrained.is_workdir(workdir):
@@ -114,7 +117,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     settings = [Setting("AR", ADAPTED, dataclasses.replace(args.decode, decoder="ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(path)
+    model = load_exact(path, args.adapter)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
 
 
@@ -126,9 +129,9 @@ def draw(of: Task, limit: int, seed: int) -> list[Problem]:
     )
 
 
-def load_exact(path: str) -> Model:
+def load_exact(path: str, adapter: str | None = None) -> Model:
     """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for."""
-    model = pretrained.load(path, "float32")
+    model = pretrained.load(path, "float32", adapter=adapter)
     config = dataclasses.replace(model.config, matmul_precision="highest")
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
 

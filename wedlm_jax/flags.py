@@ -6,13 +6,21 @@ import contextlib
 import io
 import re
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from wedlm_jax.errors import UserError
 
 Flags = TypeVar("Flags")
+
+# The field `adapter` of a command that loads a model.
+AdapterFlag = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="DIR", help="Adapter to put beside it: a directory of save_adapter or of PEFT, or its workdir."
+    ),
+]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"[╭╮╰╯│─]+|-{3,}")

@@ -30,7 +30,7 @@ from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
-from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
@@ -41,6 +41,7 @@ from wedlm_jax.version import __version__
 class OpenEndedFlags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir or a hub id."""
+    adapter: AdapterFlag = None
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """Your prompts, {"prompt": str} or {"messages": [...]} a line; if not given, excerpts of held-out code."""
     code: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -92,7 +93,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
-    settings, model = settings_of(args), pretrained.load(args.model, args.dtype)
+    settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter)
     prompts, references = prompts_of(args, model)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(settings) * len(prompts))

@@ -35,7 +35,7 @@ from wedlm_jax.evals.tradeoff import (
     rank_correlations,
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
-from wedlm_jax.flags import parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.version import __version__
 
@@ -44,6 +44,7 @@ from wedlm_jax.version import __version__
 class Tradeoff:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir or a hub id."""
+    adapter: AdapterFlag = None
     task: Literal["word_problems", "counting", "copying"] = "word_problems"
     limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
     """Held-out problems."""
@@ -66,7 +67,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
-    model, chosen = pretrained.load(args.model, args.dtype), task(args.task)
+    model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), task(args.task)
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
     problems = chosen.problems(args.limit, 0)
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -22,12 +22,15 @@ ON_MASKS = AdapterConfig(rank=3, alpha=6.0)
 BASE = ORACLE / "wedlm_qwen3" / "model"
 
 
-def adapted(adapter: AdapterConfig, base: Path = BASE, size: float = 0.2, **options) -> Model:
+def adapted(adapter: AdapterConfig, base: Path = BASE, **options) -> Model:
+    return with_noise(load(base, **{"dtype": "float32"} | options), adapter)
+
+
+def with_noise(model: Model, adapter: AdapterConfig) -> Model:
     """The base with an adapter of which no value is 0."""
-    model = load(base, **{"dtype": "float32"} | options)
     config = dataclasses.replace(model.config, adapter=adapter)
     own = {
-        name: jnp.asarray(np.random.default_rng(zlib.crc32(name.encode())).normal(0, size, x.shape), x.dtype)
+        name: jnp.asarray(np.random.default_rng(zlib.crc32(name.encode())).normal(0, 0.2, x.shape), x.dtype)
         for name, x in jax.eval_shape(lambda: init_params(config, 0)).items()
         if is_adapter_parameter(name)
     }

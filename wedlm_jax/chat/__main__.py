@@ -27,13 +27,14 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import AdapterFlag, parse
 
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory, hub id, or workdir of wedlm_jax.train."""
+    adapter: AdapterFlag = None
     system: str | None = None
     """What the system says first."""
     plain: bool = False
@@ -49,7 +50,7 @@ def chat(args: Chat, console: Console) -> None:
     """Answers line by line until the input ends. On a terminal an error is shown and the conversation goes on; a pipe
     fails."""
     notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
-    model = pretrained.load(args.model, args.dtype)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     conversation = Conversation(model, plain=args.plain, system=args.system)
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps

@@ -25,7 +25,7 @@ from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry, writing
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import AdapterFlag, parse
 
 KINDS = {
     "prompt": "a string",
@@ -38,6 +38,7 @@ KINDS = {
 class Generate:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory, hub id, or workdir of wedlm_jax.train."""
+    adapter: AdapterFlag = None
     prompt: str | None = None
     """Text to complete."""
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
@@ -61,7 +62,7 @@ def generate(args: Generate) -> None:
     _check_flags(args)
     prompts: list[tuple[str, Prompt]]
     prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
-    model = pretrained.load(args.model, args.dtype)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     if requests[0].config.entropy_threshold != args.decode.entropy_threshold:
         print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)

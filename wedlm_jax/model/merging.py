@@ -11,6 +11,18 @@ import jax.numpy as jnp
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of, transformer_from
+
+
+def plain(model: Model) -> Model:
+    """The model without an adapter whose AR text this one returns: the merged one, or the base as it is where the adapter works
+    on mask rows alone."""
+    config, params = model.config, params_of(model.transformer)
+    if config.adapter is not None and config.adapter.rows == "mask":
+        config, params = dataclasses.replace(config, adapter=None), split_adapter(params)[0]
+    config, params = merged(config, params)
+    return dataclasses.replace(model, transformer=transformer_from(config, params), config=config)
 
 
 def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelConfig, dict[str, jax.Array]]:

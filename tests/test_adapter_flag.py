@@ -1,0 +1,99 @@
+"""Every command that loads a model takes --adapter, and says what is wrong with it before anything runs."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+
+from tests.conftest import FULL
+from tests.evals.models import tiny_model
+from tests.hf.adapters import with_noise
+from wedlm_jax import calibrate, load, save, save_adapter
+from wedlm_jax.decode.calibration import FILE, Calibration
+from wedlm_jax.model.adapter import AdapterConfig
+
+from .quick_compile import quick_compile  # noqa: F401  for every test of this file
+
+COMMANDS = {
+    "generate.__main__": ["--prompt", "Anna has"],
+    "chat.__main__": ["--plain"],
+    "evaluate": ["--task", "counting", "--limit", "1"],
+    "bench": ["--tasks", "counting", "--batches", "1", "--prompts", "8", "--outputs", "4"],
+    "tradeoff": ["--limit", "1"],
+    "cacheability": [],
+    "open_ended": [],
+    "calibrate": ["--data", "in.jsonl"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """base and adapter, as directories; the working directory."""
+    monkeypatch.chdir(tmp_path)
+    save(tiny_model(), "base")
+    save_adapter(with_noise(load("base"), AdapterConfig(rank=2)), "adapter")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Anna has 3 apples."}) + "\n")
+    return tmp_path
+
+
+def run(monkeypatch, command, *flags):
+    module = importlib.import_module(f"wedlm_jax.{command}")
+    monkeypatch.setattr("sys.argv", [command, *map(str, flags)])
+    try:
+        module.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_passes_it_on(command, folder, monkeypatch, capsys):
+    file = folder / "adapter" / "adapter.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_revision": "0" * 32}))
+    assert run(monkeypatch, command, "--model", "base", "--adapter", "adapter", *COMMANDS[command]) == 2
+    printed = capsys.readouterr().err.strip().splitlines()[-1]
+    assert printed.startswith("error: adapter: trained on base of revision 00000000")
+
+
+@pytest.mark.skipif(not FULL, reason="compiles two decoders; launch/test.sh --full")
+def test_verified_generation_with_it_prints_the_text_of_the_base(folder, monkeypatch, capsys):
+    texts = []
+    for flags in (["--decoder", "ar"], ["--decoder", "verified", "--adapter", "adapter"]):
+        flags = [*flags, "--max-new-tokens", "8", "--prompt", "Anna has"]
+        assert run(monkeypatch, "generate.__main__", "--model", "base", *flags) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
+def test_a_calibration_is_stored_beside_the_adapter(folder, monkeypatch):
+    found = Calibration(0.3, 0.1, 16, 0.01, 0.005, 100, 2.0)
+    monkeypatch.setattr(calibrate, "measure", lambda *_: [found])
+    flags = ["--data", "in.jsonl", "--max-disagreement", "0.01"]
+    assert run(monkeypatch, "calibrate", "--model", "base", "--adapter", "adapter", *flags) == 0
+    assert not (folder / "base" / FILE).exists()
+    assert load("base", adapter="adapter").calibration == found
+
+
+def test_convert_merges_an_adapter_of_all_rows_or_writes_it_alone(folder, monkeypatch, capsys):
+    model = with_noise(load("base"), AdapterConfig(rank=2, rows="all"))
+    save_adapter(model, "lora")
+    convert = ["convert", "--from", "base", "--adapter"]
+    assert run(monkeypatch, *convert, "lora", "--to", "merged", "--arch", "qwen3") == 0
+    merged = load("merged")
+    assert merged.config == dataclasses.replace(model.config, adapter=None)
+    capsys.readouterr()
+    assert run(monkeypatch, *convert, "lora", "--only-adapter", "--to", "again") == 0
+    assert capsys.readouterr().out.startswith("wrote again: an adapter of all rows, rank 2, ")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "adapter.json"):
+        assert (folder / "again" / name).read_bytes() == (folder / "lora" / name).read_bytes()
+    assert run(monkeypatch, *convert, "adapter", "--to", "out") == 2
+    assert "error: an adapter of mask rows (rows=mask) cannot be merged" in capsys.readouterr().err
+    assert run(monkeypatch, "convert", "--from", "base", "--only-adapter", "--to", "out") == 2
+    assert "error: the model has no adapter to save" in capsys.readouterr().err
+    assert not (folder / "out").exists()
+
+
+def test_an_experiment_has_its_own(monkeypatch, capsys):
+    assert run(monkeypatch, "evaluate", "--exp", "quickstart", "--adapter", "x") == 2
+    assert "error: --adapter goes with --model DIR; an experiment has its own" in capsys.readouterr().err
