@@ -9,7 +9,7 @@ from rich.console import Console
 
 from wedlm_jax import train
 from wedlm_jax.errors import UserError
-from wedlm_jax.study import Measure, Stage, Study, run_study
+from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
 
 BASE = Stage("base")
 MEASURES = (Measure("accuracy", "accuracy", task="sums", decoder="AR"), Measure("loss", "loss"))
@@ -34,7 +34,7 @@ class Commands:
             folder = Path(arguments[arguments.index("--workdir") + 1])
             accuracy = 0.5 if "block_size=4" in folder.name else 1.0
             rows = [
-                {"task": "sums", "label": "AR", "accuracy": accuracy},
+                {"task": "sums", "label": "AR", "accuracy": accuracy, "accepted": [accuracy, accuracy / 2]},
                 {"task": "sums", "label": "x", "accuracy": 9},
             ]
             (folder / "evaluation").mkdir(parents=True)
@@ -134,6 +134,30 @@ def test_a_threshold_is_a_line_through_its_own_panel_alone(tmp_path, monkeypatch
     measures = (MEASURES[0], dataclasses.replace(MEASURES[1], threshold=0.25))
     run_study(dataclasses.replace(STUDY, measures=measures), tmp_path, Commands(), QUIET)
     assert drawn == [(1, 0.25)]
+
+
+CURVE = Curve("acceptance", "accepted", "sums", "AR", "slots ahead")
+
+
+def test_a_curve_is_a_panel_with_a_line_for_each_arm(tmp_path, monkeypatch):
+    drawn = {}
+    plot = Axes.plot
+
+    def watched(axes, x, y, *style, label=None, **options):
+        drawn.update({} if label is None else {label: (list(x), list(y))})
+        return plot(axes, x, y, *style, label=label, **options)
+
+    monkeypatch.setattr(Axes, "plot", watched)
+    summary = run_study(dataclasses.replace(STUDY, curves=(CURVE,)), tmp_path, Commands(), QUIET)
+    assert summary["curves"]["J = 4"] == {"acceptance": [[0.5, 0.25], [0.5, 0.25]]}
+    assert drawn == {"J = 8": ([1, 2], [1.0, 0.5]), "J = 4": ([1, 2], [0.5, 0.25])}
+    assert json.loads((tmp_path / "results.json").read_text()) == summary
+
+
+def test_the_mean_of_curves_counts_what_a_shorter_one_lacks_as_0():
+    assert CURVE.mean([[1.0, 0.5], [0.5]]) == [0.75, 0.25]
+    with pytest.raises(UserError, match="x: holds no acceptance; remove it"):
+        CURVE.read(results_of(AR=1.0), Path("x"))
 
 
 @pytest.mark.parametrize("missing", [{"arms": {}}, {"arms": {"a": ()}}, {"measures": ()}, {"seeds": ()}])

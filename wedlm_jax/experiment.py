@@ -28,10 +28,11 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
-from wedlm_jax.study import Measure, Stage, Study
+from wedlm_jax.study import Curve, Measure, Stage, Study
 from wedlm_jax.train_step import ObjectiveConfig, StepSettings
 
 __all__ = [
+    "Curve",
     "DataConfig",
     "EvaluationConfig",
     "Experiment",

@@ -7,6 +7,7 @@ is a command that one could type, printed before it runs; what is finished is ke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import statistics
 import subprocess
@@ -70,6 +71,33 @@ class Measure:
 
 
 @dataclasses.dataclass(frozen=True)
+class Curve:
+    """A list of numbers of an evaluation's results.json, and one panel of the plot: for each arm a line, the mean of its seeds."""
+
+    label: str
+    field: str  # of the row of `task` and `decoder`
+    task: str
+    decoder: str  # the row's label
+    x_label: str  # the places of the numbers in the list, from 1 on
+
+    def read(self, results: Mapping[str, Any], source: Path) -> list[float]:
+        """The numbers.
+
+        Raises:
+          UserError: `results`, from the file `source`, does not hold them.
+        """
+        found = [row for row in results["rows"] if (row["task"], row["label"]) == (self.task, self.decoder)]
+        if not found or found[0].get(self.field) is None:
+            raise UserError(f"{source}: holds no {self.label}; remove it, and the study evaluates again")
+        return [float(number) for number in found[0][self.field]]
+
+    def mean(self, seeds: list[list[float]]) -> list[float]:
+        """The mean at each place; a seed whose list is shorter counts as 0 there."""
+        places = itertools.zip_longest(*seeds, fillvalue=0.0)
+        return [statistics.fmean(numbers) for numbers in places]
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """What is compared: every arm is trained with every seed, its last stage is evaluated."""
 
@@ -77,6 +105,7 @@ class Study:
     arms: Mapping[str, tuple[Stage, ...]]  # by label, in the order of the plot
     measures: tuple[Measure, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
+    curves: tuple[Curve, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.arms or not self.measures or not self.seeds or not all(self.arms.values()):
@@ -102,11 +131,13 @@ def run_study(
       console: where the table goes.
 
     Returns:
-      {"name", "seeds", "arms": {arm: {measure: [a value for each seed]}}}.
+      {"name", "seeds", "arms": {arm: {measure: [a value for each seed]}}}, and {"curves": {arm: {curve: [a list for each seed]}}}
+      where the study has curves.
     """
     console = console or Console()
     run = run or _child_process
     values: dict[str, dict[str, list[float]]] = {arm: {m.label: [] for m in study.measures} for arm in study.arms}
+    curves: dict[str, dict[str, list[list[float]]]] = {arm: {c.label: [] for c in study.curves} for arm in study.arms}
     trained: set[Path] = set()
     for seed in study.seeds:
         for arm, stages in study.arms.items():
@@ -126,9 +157,13 @@ def run_study(
             results = json.loads(source.read_text())
             for measure in study.measures:
                 values[arm][measure.label].append(measure.read(results, source))
-    summary = {"name": study.name, "seeds": list(study.seeds), "arms": values}
+            for curve in study.curves:
+                curves[arm][curve.label].append(curve.read(results, source))
+    summary: dict[str, Any] = {"name": study.name, "seeds": list(study.seeds), "arms": values}
+    if study.curves:
+        summary["curves"] = curves
     (workdir / "results.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    _plot(study, values, workdir / "results.png")
+    _plot(study, values, curves, workdir / "results.png")
     console.print(_table(study, values))
     console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
     return summary
@@ -164,29 +199,48 @@ def _mean_and_range(values: list[float]) -> str:
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
 
-def _plot(study: Study, values: Mapping[str, Mapping[str, list[float]]], path: Path) -> None:
-    """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar, a threshold a dashed line."""
+def _plot(
+    study: Study,
+    values: Mapping[str, Mapping[str, list[float]]],
+    curves: Mapping[str, Mapping[str, list[list[float]]]],
+    path: Path,
+) -> None:
+    """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar, a threshold a dashed line; then a
+    panel for each curve, in the colours of the arms."""
     import matplotlib  # here, because every experiment imports this module and none of them draws
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     arms = list(values)
-    figure, panels = plt.subplots(
-        1, len(study.measures), figsize=(2 + 3.0 * len(study.measures), 1.2 + 0.42 * len(arms)), sharey=True, dpi=110,
-        squeeze=False,
+    colours = dict(
+        zip(arms, matplotlib.colormaps["turbo"]([(i + 0.5) / len(arms) for i in range(len(arms))]), strict=True)
+    )
+    colour = {arm: colours[arm] if study.curves else "#4e79a7" for arm in arms}
+    count = len(study.measures)
+    widths = [3.0] * count + [5.0] * len(study.curves)
+    figure, (panels,) = plt.subplots(
+        1, len(widths), figsize=(2 + sum(widths), (3.0 if study.curves else 1.2) + 0.42 * len(arms)), dpi=110, squeeze=False,
+        width_ratios=widths,
     )  # fmt: skip
-    for axes, measure in zip(panels[0], study.measures, strict=True):
+    for axes, measure in zip(panels[:count], study.measures, strict=True):
         for place, arm in enumerate(arms):
             seeds = values[arm][measure.label]
-            axes.plot(seeds, [place] * len(seeds), "o", color="#4e79a7", alpha=0.7)
+            axes.plot(seeds, [place] * len(seeds), "o", color=colour[arm], alpha=0.7)
             axes.plot([statistics.fmean(seeds)], [place], "|", color="#d1603d", markersize=18, markeredgewidth=2.5)
         if measure.threshold is not None:
             axes.axvline(measure.threshold, linestyle="--", color="#6b6b6b")
         axes.set_xlabel(measure.label)
         axes.grid(axis="x", color="#e4e4e4")
-    panels[0, 0].set_yticks(range(len(arms)), arms)
-    panels[0, 0].set_ylim(len(arms) - 0.5, -0.5)
+        axes.set_yticks(range(len(arms)), arms if axes is panels[0] else [""] * len(arms))
+        axes.set_ylim(len(arms) - 0.5, -0.5)
+    for axes, curve in zip(panels[count:], study.curves, strict=True):
+        for arm in arms:
+            mean = curve.mean(curves[arm][curve.label])
+            axes.plot(range(1, len(mean) + 1), mean, ".-", color=colour[arm], label=arm)
+        axes.set(xlabel=curve.x_label, title=curve.label)
+        axes.grid(color="#e4e4e4")
+        axes.legend(fontsize="x-small")
     figure.suptitle(f"{study.name}: a dot for each training seed (n = {len(study.seeds)}), the bar is their mean")
     figure.tight_layout()
     figure.savefig(path, metadata={"Software": None})

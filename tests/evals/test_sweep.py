@@ -106,6 +106,11 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
     verified = rows[-1]
     assert verified.equal_to_ar == 5 and verified.tokens_per_forward >= 1
     assert all(row.p_cache <= 0.5 for row in rows if row.settings["decoder"] == "streaming")
+    assert {row.settings["decoder"] for row in rows if row.accepted is not None} == {"lookup", "verified"}
+    for row in rows:
+        if row.accepted is not None:  # every forward commits one token of AR, and what it accepted before it
+            assert sorted(row.accepted, reverse=True) == row.accepted
+            assert 0 <= 1 + sum(row.accepted) - row.tokens_per_forward < 1
     assert all(row.p_cache == row.tokens_per_forward == 1 for row in rows if row.settings["decoder"] == "ar")
     # One compilation each: the three thresholds share one, and so do base and adapted AR.
     assert len(compiled) == sum(n for _, n in compiled) + 3 * len(settings)

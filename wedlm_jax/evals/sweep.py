@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,9 @@ class Row:
     speedup_over_ar: float | None  # tokens per second over those of AR decoding of the same weights, where that was run
     equal_to_ar: int | None  # problems whose tokens are those of AR decoding of the same weights
     unfinished: int  # completions cut by max_new_tokens
+    # Share of the forwards that accepted the draft 1, 2, ... slots ahead: with the AR token of each forward they add up to tokens
+    # per forward, but for what a stop cuts off. None where no drafts are held against AR.
+    accepted: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +182,17 @@ def _row(
         speedup_over_ar=None if ar is None else measured.tokens_per_second / ar.tokens_per_second,
         equal_to_ar=None if ar is None else sum(map(_same_tokens, completions, ar.completions)),
         unfinished=sum(c.finish_reason == "length" for c in completions),
+        accepted=_accepted(completions),
     )
+
+
+def _accepted(completions: Sequence[Completion]) -> list[float] | None:
+    by_prompt = [c.acceptance for c in completions if c.acceptance is not None]
+    if not by_prompt:
+        return None
+    slots = itertools.zip_longest(*by_prompt, fillvalue=(0, 0))
+    forwards = sum(c.stats.forwards for c in completions)
+    return [sum(agreed for _, agreed in slot) / forwards for slot in slots]
 
 
 def _same_tokens(one: Completion, other: Completion) -> bool:
