@@ -72,7 +72,7 @@ class Measure:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A list of numbers of an evaluation's results.json, and one panel of the plot: for each arm a line, the mean of its seeds."""
+    """A list of numbers of an evaluation's results.json, and one panel of the plot: a line for each arm, the mean of seeds."""
 
     label: str
     field: str  # of the row of `task` and `decoder`
