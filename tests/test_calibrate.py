@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
-from wedlm_jax.decode.calibration import FILE, Calibration, read_calibration
+from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -33,7 +34,7 @@ def call(folder, monkeypatch):
 
 
 def measured(tau, penalty, disagreement, speed):
-    return Calibration(tau, penalty, 4, 0.1, disagreement, 100, speed)
+    return Calibration(tau, penalty, 4, 0.1, disagreement, 100, speed, "")
 
 
 def test_the_fastest_that_agrees_often_enough_is_chosen():
@@ -70,6 +71,23 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     monkeypatch.setattr("sys.argv", ["generate", *flags, "--entropy-threshold", "0.4"])
     command.main()
     assert "calibrated" not in capsys.readouterr().err
+
+
+def test_a_calibration_of_other_weights_is_named_and_not_used(folder):
+    found = dataclasses.replace(measured(0.4, 0.0, 0.1, 3.0), weights=fingerprint(tiny_model()))
+    write_calibration(folder / "model", found)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(load(folder / "model", "bfloat16"), folder / "rounded")
+        for dtype in ("float32", "bfloat16"):
+            assert load(folder / "rounded", dtype).calibration == found  # another dtype is no other weights
+    save(tiny_model(seed=1), folder / "other")
+    write_calibration(folder / "other", found)
+    with pytest.warns(
+        UserWarning, match="decoding.json was measured on other weights than these .* not used"
+    ) as noticed:
+        assert load(folder / "other").calibration is None
+    assert len(noticed) == 1 and "python -m wedlm_jax.calibrate" in str(noticed[0].message)
 
 
 def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_stored(call, folder, capsys):

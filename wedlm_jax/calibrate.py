@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wedlm_jax import pretrained
-from wedlm_jax.decode.calibration import Calibration, write_calibration
+from wedlm_jax.decode.calibration import Calibration, fingerprint, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import bucket
@@ -95,9 +95,17 @@ def measure(
                 known[key] = disagreements(model, request.prompt, completion.ids, banned)
             for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
                 totals[config][i] += count
+    weights = fingerprint(model)
     return [
         Calibration(
-            tau, penalty, args.decode.window_size, args.max_disagreement, differ / tokens, tokens, tokens / forwards
+            tau,
+            penalty,
+            args.decode.window_size,
+            args.max_disagreement,
+            differ / tokens,
+            tokens,
+            tokens / forwards,
+            weights,
         )
         for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
     ]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from wedlm_jax.decode.calibration import read_calibration, write_calibration
+from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch
@@ -18,6 +19,7 @@ from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import is_hub_id, load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import transformer_from
 
 
@@ -44,7 +46,6 @@ def load(
       UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base.
     """
     directory = locate(path)
-    calibration = read_calibration(directory)
     if is_workdir(directory):
         model = _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
     else:
@@ -53,8 +54,8 @@ def load(
         base, model = model, with_adapter(model, locate_adapter(adapter))
         if mask_token_id is not None:
             model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
-        calibration = read_calibration(Path(adapter))
-    return dataclasses.replace(model, calibration=calibration, source=str(path))
+        directory = Path(adapter)
+    return dataclasses.replace(model, calibration=_calibration(directory, model), source=str(path))
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
@@ -70,7 +71,7 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     """
     save_hf(model, path, arch)
     if model.calibration is not None:
-        write_calibration(Path(path), model.calibration)
+        write_calibration(Path(path), dataclasses.replace(model.calibration, weights=fingerprint(plain(model))))
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
@@ -127,6 +128,19 @@ def exact_dtype(directory: Path) -> DType:
     from wedlm_jax.checkpoint import ModelFile
 
     return ModelFile.read(directory).config.param_dtype
+
+
+def _calibration(directory: Path, model: Model) -> Calibration | None:
+    """That of the directory, unless it was measured on other weights than the model has: then a warning."""
+    calibration = read_calibration(directory)
+    if calibration is None or calibration.weights == fingerprint(model):
+        return calibration
+    warnings.warn(
+        f"{directory / FILE} was measured on other weights than these (trained on since, or replaced), so it is not used; measure "
+        "again with python -m wedlm_jax.calibrate",
+        stacklevel=3,
+    )
+    return None
 
 
 def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:

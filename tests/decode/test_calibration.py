@@ -8,14 +8,15 @@ import json
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.calibration import FILE, Calibration, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.parameters import params_of, transformer_from
 
 from .models import config_of, tiny_model
 
 FOUND = Calibration(
     entropy_threshold=1.6, distance_penalty=0.3, window_size=4, max_disagreement=0.5, disagreement=0.25, tokens=80,
-    tokens_per_forward=1.5,
+    tokens_per_forward=1.5, weights="0123",
 )  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def test_what_is_written_is_read_back_and_nothing_is_there_without_a_file(tmp_pa
         json.dumps({**dataclasses.asdict(FOUND), "entropy_threshold": float("nan")}),
         json.dumps({**dataclasses.asdict(FOUND), "tokens": 1.5}),
         json.dumps({**dataclasses.asdict(FOUND), "distance_penalty": -1}),
+        json.dumps({**dataclasses.asdict(FOUND), "weights": 7}),
     ],
 )
 def test_a_file_that_is_not_ours_is_named_with_the_mend(tmp_path, content):
@@ -64,3 +66,17 @@ def test_a_calibrated_model_decodes_by_it():
     spelled_out = config_of("streaming_eager", entropy_threshold=1.6, distance_penalty=0.3)
     ours, plain = (generate(model, prompts, left_open) for model in (calibrated, tiny_model()))
     assert ours == generate(tiny_model(), prompts, spelled_out) != plain
+
+
+def test_a_fingerprint_is_of_the_weights_and_of_every_parameter():
+    model = tiny_model()
+    params = params_of(model.transformer)
+
+    def of(changed: dict) -> str:
+        return fingerprint(dataclasses.replace(model, transformer=transformer_from(model.config, params | changed)))
+
+    assert of({}) == fingerprint(model) != fingerprint(tiny_model(1))
+    changed = [of({name: 1.01 * value}) for name, value in params.items()]
+    assert len({fingerprint(model), *changed}) == 1 + len(params)
+    rounded = {name: value.astype("bfloat16").astype("float32") for name, value in params.items()}
+    assert of(rounded) == fingerprint(model)

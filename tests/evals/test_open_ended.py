@@ -84,4 +84,4 @@ def test_every_decoder_is_measured_on_every_prompt_and_verified_writes_what_ar_w
 def test_mauve_of_a_text_with_itself_is_one_where_the_package_is():
     pytest.importorskip("mauve")
     features = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
-    assert mauve_score(features, features) == pytest.approx(1, abs=0.01) > mauve_score(features + 9, features)
+    assert mauve_score(features, features) > 0.95 > mauve_score(features + 9, features)

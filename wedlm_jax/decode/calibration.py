@@ -9,6 +9,10 @@ from pathlib import Path
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, writing
+from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.revision import revision
 
 FILE = "decoding.json"
 
@@ -24,12 +28,16 @@ class Calibration:
     disagreement: float  # share of tokens that AR decoding of the same weights would not have chosen
     tokens: int  # over how many it was measured
     tokens_per_forward: float
+    weights: str  # the fingerprint of the weights that it was measured on
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weights, str):
+            raise UserError(f"weights={self.weights!r}: must be a fingerprint")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not (math.isfinite(value) and value >= 0):
+            number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+            if field.type != "str" and not number:
                 raise UserError(f"{field.name}={value!r}: must be a number of at least 0")
 
     def apply(self, config: DecodeConfig) -> DecodeConfig:
@@ -46,6 +54,13 @@ class Calibration:
             f"tau {self.entropy_threshold:g}, lambda {self.distance_penalty:g} (calibrated: "
             f"{100 * self.disagreement:.2f} % of {self.tokens} tokens are not AR's)"
         )
+
+
+def fingerprint(model: Model) -> str:
+    """The revision of the weights, and of the adapter beside them: another one once either was trained on or replaced."""
+    params = params_of(model.transformer)
+    adapter = {f"{name} of an adapter": x for name, x in split_adapter(params)[1].items()}
+    return "+".join(revision(model.config, part) for part in (params, adapter) if part)
 
 
 def read_calibration(directory: Path) -> Calibration | None:
