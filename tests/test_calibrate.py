@@ -8,7 +8,7 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
-from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import FILE, Calibration, read_calibration, write_calibration
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -34,7 +34,7 @@ def call(folder, monkeypatch):
 
 
 def measured(tau, penalty, disagreement, speed):
-    return Calibration(tau, penalty, 4, 0.1, disagreement, 100, speed, "")
+    return Calibration(tau, penalty, 4, 0.1, disagreement, 100, speed)
 
 
 def test_the_fastest_that_agrees_often_enough_is_chosen():
@@ -74,15 +74,15 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
 
 
 def test_a_calibration_of_other_weights_is_named_and_not_used(folder):
-    found = dataclasses.replace(measured(0.4, 0.0, 0.1, 3.0), weights=fingerprint(tiny_model()))
-    write_calibration(folder / "model", found)
+    found = measured(0.4, 0.0, 0.1, 3.0)
+    write_calibration(folder / "model", found, tiny_model())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(load(folder / "model", "bfloat16"), folder / "rounded")
         for dtype in ("float32", "bfloat16"):
             assert load(folder / "rounded", dtype).calibration == found  # another dtype is no other weights
     save(tiny_model(seed=1), folder / "other")
-    write_calibration(folder / "other", found)
+    write_calibration(folder / "other", found, tiny_model())
     with pytest.warns(
         UserWarning, match="decoding.json was measured on other weights than these .* not used"
     ) as noticed:

@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wedlm_jax import pretrained
-from wedlm_jax.decode.calibration import Calibration, fingerprint, write_calibration
+from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import bucket
@@ -67,7 +67,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
             f"at tau {best.entropy_threshold:g}, lambda {best.distance_penalty:g}: raise --max-disagreement, or use "
             "--decoder verified, which never disagrees"
         )
-    file = write_calibration(Path(args.adapter or args.model), chosen)
+    file = write_calibration(Path(args.adapter or args.model), chosen, model)
     console.print(f"{file}: {chosen.in_words()}", highlight=False, soft_wrap=True)
     return chosen
 
@@ -95,17 +95,9 @@ def measure(
                 known[key] = disagreements(model, request.prompt, completion.ids, banned)
             for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
                 totals[config][i] += count
-    weights = fingerprint(model)
     return [
         Calibration(
-            tau,
-            penalty,
-            args.decode.window_size,
-            args.max_disagreement,
-            differ / tokens,
-            tokens,
-            tokens / forwards,
-            weights,
+            tau, penalty, args.decode.window_size, args.max_disagreement, differ / tokens, tokens, tokens / forwards
         )
         for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
     ]

@@ -71,7 +71,7 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     """
     save_hf(model, path, arch)
     if model.calibration is not None:
-        write_calibration(Path(path), dataclasses.replace(model.calibration, weights=fingerprint(plain(model))))
+        write_calibration(Path(path), model.calibration, plain(model))
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
@@ -86,7 +86,7 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
     """
     write_adapter(model, path, model.source if base is None else base)
     if model.calibration is not None:
-        write_calibration(Path(path), model.calibration)
+        write_calibration(Path(path), model.calibration, model)
 
 
 def locate_adapter(path: str | Path) -> Path:
@@ -136,8 +136,8 @@ def _calibration(directory: Path, model: Model) -> Calibration | None:
     if calibration is None or calibration.weights == fingerprint(model):
         return calibration
     warnings.warn(
-        f"{directory / FILE} was measured on other weights than these (trained on since, or replaced), so it is not used; measure "
-        "again with python -m wedlm_jax.calibrate",
+        f"{directory / FILE} was measured on other weights than these (trained on since, or replaced), so it is not used; "
+        "measure again with python -m wedlm_jax.calibrate",
         stacklevel=3,
     )
     return None

@@ -10,20 +10,22 @@ import pytest
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model.adapter import AdapterConfig, is_adapter_parameter
+from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 
 from .models import config_of, tiny_model
 
 FOUND = Calibration(
     entropy_threshold=1.6, distance_penalty=0.3, window_size=4, max_disagreement=0.5, disagreement=0.25, tokens=80,
-    tokens_per_forward=1.5, weights="0123",
+    tokens_per_forward=1.5,
 )  # fmt: skip
 
 
 def test_what_is_written_is_read_back_and_nothing_is_there_without_a_file(tmp_path):
     assert read_calibration(tmp_path) is None
-    assert write_calibration(tmp_path, FOUND) == tmp_path / FILE
-    assert read_calibration(tmp_path) == FOUND
+    assert write_calibration(tmp_path, FOUND, tiny_model()) == tmp_path / FILE
+    found = read_calibration(tmp_path)
+    assert found == FOUND and found.weights == fingerprint(tiny_model())
 
 
 @pytest.mark.parametrize(
@@ -68,15 +70,22 @@ def test_a_calibrated_model_decodes_by_it():
     assert ours == generate(tiny_model(), prompts, spelled_out) != plain
 
 
-def test_a_fingerprint_is_of_the_weights_and_of_every_parameter():
+def test_a_fingerprint_is_of_base_and_adapter():
     model = tiny_model()
     params = params_of(model.transformer)
+    config = dataclasses.replace(model.config, adapter=AdapterConfig(rank=2))
+    pairs = {name: x for name, x in init_params(config, 0).items() if is_adapter_parameter(name)}
 
-    def of(changed: dict) -> str:
-        return fingerprint(dataclasses.replace(model, transformer=transformer_from(model.config, params | changed)))
+    def of(config, changed: dict) -> str:
+        return fingerprint(
+            dataclasses.replace(model, config=config, transformer=transformer_from(config, params | changed))
+        )
 
-    assert of({}) == fingerprint(model) != fingerprint(tiny_model(1))
-    changed = [of({name: 1.01 * value}) for name, value in params.items()]
-    assert len({fingerprint(model), *changed}) == 1 + len(params)
-    rounded = {name: value.astype("bfloat16").astype("float32") for name, value in params.items()}
-    assert of(rounded) == fingerprint(model)
+    one = next(iter(pairs))
+    seen = [
+        of(model.config, {}),
+        of(model.config, {"final_norm.scale": 1.01 * params["final_norm.scale"]}),
+        of(config, pairs),
+        of(config, pairs | {one: pairs[one] + 1}),
+    ]
+    assert len(set(seen)) == 4 and seen[2].startswith(seen[0])

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from wedlm_jax import load, save, save_adapter
-from wedlm_jax.decode.calibration import Calibration
+from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import FILE, WEIGHTS, with_adapter
 from wedlm_jax.model.adapter import AdapterConfig
@@ -116,7 +116,7 @@ def test_its_calibration_takes_the_place_of_the_bases(tmp_path):
     assert load(BASE, adapter=tmp_path / "adapter").calibration == calibration
     (tmp_path / "adapter" / "decoding.json").unlink()
     base = shutil.copytree(BASE, tmp_path / "base")
-    (base / "decoding.json").write_text(json.dumps(dataclasses.asdict(calibration)))
+    write_calibration(base, calibration, load(base))
     assert load(base).calibration == calibration and load(base, adapter=tmp_path / "adapter").calibration is None
 
 

@@ -28,7 +28,9 @@ class Calibration:
     disagreement: float  # share of tokens that AR decoding of the same weights would not have chosen
     tokens: int  # over how many it was measured
     tokens_per_forward: float
-    weights: str  # the fingerprint of the weights that it was measured on
+    weights: str = dataclasses.field(
+        default="", compare=False
+    )  # the fingerprint of those that it was measured on; written with it
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, str):
@@ -80,9 +82,10 @@ def read_calibration(directory: Path) -> Calibration | None:
         ) from error
 
 
-def write_calibration(directory: Path, calibration: Calibration) -> Path:
-    """Writes the file and returns its path."""
-    file = directory / FILE
+def write_calibration(directory: Path, calibration: Calibration, model: Model) -> Path:
+    """Writes the file, for the weights of `model`, and returns its path."""
+    file, weights = directory / FILE, fingerprint(model)
     with writing(file):
-        file.write_text(json.dumps(dataclasses.asdict(calibration), indent=2) + "\n", encoding="utf-8")
+        stamped = dataclasses.replace(calibration, weights=weights)
+        file.write_text(json.dumps(dataclasses.asdict(stamped), indent=2) + "\n", encoding="utf-8")
     return file
