@@ -75,6 +75,23 @@ def test_log_probabilities_are_those_of_the_autoregressive_model(loop):
         )
 
 
+def test_the_fallback_reports_the_log_probabilities_of_its_autoregressive_tokens_and_none_of_others():
+    model, read, unread = reference_of(tiny_model()), 0, 0
+    for tau in (0.3, 0.7, 1.4):
+        for completion in generate(tiny_model(), [PROMPT] * 3, config_of("streaming_fallback", entropy_threshold=tau)):
+            tokens = PROMPT + completion.ids
+            logits = model.logits(tokens, list(range(len(tokens))))[len(PROMPT) - 1 : -1]
+            log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+            for place, (token, found) in enumerate(zip(completion.ids, completion.log_probs, strict=True)):
+                if found is not None:
+                    assert (
+                        found == pytest.approx(log_p[place, token], abs=1e-4) and token == log_p[place, :MASK].argmax()
+                    )
+                read, unread = read + (found is not None), unread + (found is None)
+            assert completion.acceptance is None
+    assert read > 10 and unread > 10
+
+
 def test_acceptance_accounts_for_every_token():
     """A forward emits the drafts that agree and one token more; a draft is checked only behind one that agreed."""
     for loop, seed in itertools.product(["verified", "lookup"], range(2)):
@@ -98,7 +115,7 @@ def test_acceptance_by_distance_of_known_drafts():
 
 
 def test_decoders_without_an_autoregressive_chain_report_none():
-    for loop in ("streaming_eager", "streaming_fallback", "blockwise"):
+    for loop in ("streaming_eager", "blockwise"):
         completion = generate(tiny_model(), [PROMPT] * 3, config_of(loop))[0]
         assert completion.log_probs is None and completion.acceptance is None
     assert generate(tiny_model(), [PROMPT] * 3, config_of("ar"))[0].acceptance is None

@@ -48,7 +48,10 @@ def fallback_step(
     next_token = jnp.take_along_axis(reading.tokens, last[:, None], axis=1)
     reading = dataclasses.replace(reading, tokens=jnp.where(pending, next_token, reading.tokens))
     window = jnp.where(filling | pending, reading.tokens, state.window)
-    state, kept = emit(state, settings, jnp.roll(window, -1, axis=1), last + falls_back)
+    # Of what is emitted, the AR token alone was read; the run's rows would each have to see the output layer.
+    at_last = falls_back[:, None] & (slots == last[:, None])
+    log_probs = jnp.where(at_last, reading.log_probs, jnp.nan)
+    state, kept = emit(state, settings, jnp.roll(window, -1, axis=1), last + falls_back, log_probs)
 
     in_play = slots < (kept + settings.window_size)[:, None]
     state = dataclasses.replace(state, window=window, filled=((state.filled | filling) & in_play) | pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -196,8 +197,8 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
       state: on the host.
     """
     fields: dict[str, Any] = {}
-    if config.reads_chain:
-        fields["log_probs"] = state.log_probs[row, :count].tolist()
+    if config.holds_back:
+        fields["log_probs"] = [None if math.isnan(x) else x for x in state.log_probs[row, :count].tolist()]
     if config.reads_chain and config.decoder != "ar":
         by_slot = list(zip(state.checked[row].tolist(), state.agreed[row].tolist(), strict=True))[1:]
         used = [slot for slot, (checked, _) in enumerate(by_slot, 1) if checked]

@@ -29,7 +29,7 @@ class DecodeState:
     filled: jax.Array  # bool [B, C]; a slot that is not filled is a mask, or not in play
     prompt: jax.Array  # int32 [B, P], padded on the right
     output: jax.Array  # int32 [B, O]: emitted tokens
-    log_probs: jax.Array  # float32 [B, O]: of those by the AR model, in nats; 0 where the decoder reads no AR chain
+    log_probs: jax.Array  # float32 [B, O]: of those by the AR model, in nats; NaN of a token that was not read
     generated: jax.Array  # int32 [B]: how many of them count
     finish: jax.Array  # int32 [B]: RUNNING, STOPPED or FULL
     forwards: jax.Array  # int32 [B]: decode forwards, prefill not counted

@@ -43,9 +43,10 @@ class Completion:
     finish_reason: FinishReason
     stats: Stats
     text: str | None = None  # without the stop id or stop string; None without a tokenizer
-    # Of the AR model in nats, unfiltered and at temperature 1, for each of the ids: of AR, verified and lookup. Floats of another
-    # batch differ in their last bits, so these two do not count where completions are compared.
-    log_probs: list[float] | None = dataclasses.field(default=None, compare=False)
+    # Of the AR model in nats, unfiltered and at temperature 1, for each of the ids: of AR, verified and lookup, and of the AR
+    # tokens of verify="fallback", None of its others. Floats of another batch differ in their last bits, so these two do not
+    # count where completions are compared.
+    log_probs: list[float | None] | None = dataclasses.field(default=None, compare=False)
     # Of verified and lookup, by distance from the newest token, 1 slot first: drafts checked, and agreed with AR.
     acceptance: list[tuple[int, int]] | None = dataclasses.field(default=None, compare=False)
     trace: list[dict[str, Any]] | None = None  # one entry a forward, where asked for: see decode/trace.py

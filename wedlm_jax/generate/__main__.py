@@ -174,7 +174,9 @@ def detail_lines(completion: Completion) -> Iterable[str]:
     if completion.log_probs is None:
         yield "no details: this decoder does not read the AR chain"
     else:
-        yield "AR log-probabilities in nats: " + " ".join(f"{x:.3f}" for x in completion.log_probs)
+        yield "AR log-probabilities in nats: " + " ".join(
+            "-" if x is None else f"{x:.3f}" for x in completion.log_probs
+        )
     for distance, (checked, agreed) in enumerate(completion.acceptance or (), 1):
         yield f"drafts {distance} slots ahead: {agreed} of {checked} agreed with AR"
 
