@@ -25,34 +25,36 @@ TOKENS = st.integers(0, TINY.vocab_size - 1)
 
 
 @st.composite
+def requests(draw, loop: str) -> tuple[list[int], DecodeConfig]:
+    """A prompt and settings that run in one loop of LOOPS."""
+    fields, (smallest, largest) = LOOPS[loop]
+    sampled = draw(st.booleans())
+    prompt = draw(st.lists(TOKENS, min_size=1, max_size=12))
+    return prompt, DecodeConfig(
+        **fields,
+        window_size=draw(st.integers(smallest, largest)),
+        block_size=draw(st.integers(smallest, largest)),
+        entropy_threshold=draw(st.sampled_from([1.4, 1.8, float("inf"), 1.0, 0.7, 0.3, 0.0, None])),
+        distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
+        fill_rule=draw(st.sampled_from(["auto", "each", "sum", "run"])),
+        reorder=draw(st.sampled_from([True, True, False])),
+        confidence_threshold=draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])),
+        max_new_tokens=draw(st.integers(1, 14)),
+        temperature=draw(st.sampled_from([0.3, 0.8, 1.5])) if sampled else 0.0,
+        top_k=draw(st.sampled_from([0, 1, 3, 100])),
+        top_p=draw(st.sampled_from([0.1, 0.6, 0.9, 1.0])),
+        stop_ids=tuple(draw(st.one_of(st.just([]), st.lists(TOKENS, min_size=1, max_size=2)))),
+        mask_token_id=draw(st.sampled_from([MASK, MASK, 3])),
+        ban_mask=draw(st.booleans()),
+        seed=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
 def batches(draw, loop: str) -> tuple[int, list[list[int]], list[DecodeConfig]]:
     """A weight seed, and a ragged batch of rows that share a loop and nothing else."""
-    fields, (smallest, largest) = LOOPS[loop]
-    prompts, configs = [], []
-    for _ in range(ROWS):
-        sampled = draw(st.booleans())
-        prompts.append(draw(st.lists(TOKENS, min_size=1, max_size=12)))
-        configs.append(
-            DecodeConfig(
-                **fields,
-                window_size=draw(st.integers(smallest, largest)),
-                block_size=draw(st.integers(smallest, largest)),
-                entropy_threshold=draw(st.sampled_from([1.4, 1.8, float("inf"), 1.0, 0.7, 0.3, 0.0, None])),
-                distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
-                fill_rule=draw(st.sampled_from(["auto", "each", "sum", "run"])),
-                reorder=draw(st.sampled_from([True, True, False])),
-                confidence_threshold=draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])),
-                max_new_tokens=draw(st.integers(1, 14)),
-                temperature=draw(st.sampled_from([0.3, 0.8, 1.5])) if sampled else 0.0,
-                top_k=draw(st.sampled_from([0, 1, 3, 100])),
-                top_p=draw(st.sampled_from([0.1, 0.6, 0.9, 1.0])),
-                stop_ids=tuple(draw(st.one_of(st.just([]), st.lists(TOKENS, min_size=1, max_size=2)))),
-                mask_token_id=draw(st.sampled_from([MASK, MASK, 3])),
-                ban_mask=draw(st.booleans()),
-                seed=draw(st.integers(0, 3)),
-            )
-        )
-    return draw(st.integers(0, 2)), prompts, configs
+    drawn = [draw(requests(loop)) for _ in range(ROWS)]
+    return draw(st.integers(0, 2)), [prompt for prompt, _ in drawn], [config for _, config in drawn]
 
 
 @jax.jit
