@@ -47,6 +47,12 @@ def stdlib_code() -> Experiment:
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=100, final_fraction=0.05, b2=0.98),
         train=TrainConfig(steps=1000, batch_size=8),
         evaluation=EvaluationConfig(
-            tasks=(), held_out_files=8, masked_loss_rows=32, text_prompts=4, max_new_tokens=64, block_size=16
+            tasks=(),
+            held_out_files=8,
+            masked_loss_rows=32,
+            text_prompts=4,
+            max_new_tokens=64,
+            block_size=16,
+            in_place=True,
         ),
     )
