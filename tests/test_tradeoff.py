@@ -1,11 +1,13 @@
 """`python -m wedlm_jax.tradeoff`: a table, what follows from it, JSON and a plot; bad flags are one line."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 
 from tests.evals.models import tiny_model
+from tests.evals.test_tradeoff import AR, point
 from wedlm_jax import tradeoff as command
 from wedlm_jax.pretrained import save
 
@@ -32,7 +34,7 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
     said = " ".join(capsys.readouterr().out.split())
     for finding in (
         "Pareto front, from fast to exact",
-        "No setting is under 90% of AR's exact match",
+        "No setting is under 90% of AR's exact match of 0%",
         "Rank correlation of tokens/s with p_cache",
     ):
         assert finding in said
@@ -54,3 +56,19 @@ def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, fla
         command.main()
     error = capsys.readouterr().err
     assert exit.value.code == 2 and said in error and len(error.strip().splitlines()) == 1
+
+
+def test_where_no_setting_comes_near_ar_they_are_held_against_the_best_of_them():
+    points = [point("a", 0.4, 10), point("b", 0.5, 20)]
+    settings = [{"window_size": 8, "entropy_threshold": tau, "distance_penalty": 0.0} for tau in (0.1, "inf")]
+    points = [
+        dataclasses.replace(p, row=dataclasses.replace(p.row, settings=s))
+        for p, s in zip(points, settings, strict=True)
+    ]
+    lines = command.findings(AR, points)
+    assert lines[1] == "2 of 2 settings are under 90% of AR's exact match of 100%: W = 8: every tau and lambda."
+    assert (
+        lines[2]
+        == "1 of 2 settings are under 90% of the best setting's (b) exact match of 50%: W = 8: tau = 0.1 at lambda 0."
+    )
+    assert len(command.findings(dataclasses.replace(AR, accuracy=0.5), points)) == 3

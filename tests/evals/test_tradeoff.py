@@ -47,7 +47,7 @@ def test_the_front_holds_what_nothing_beats_in_both():
 
 
 def test_a_setting_fails_below_nine_tenths_of_ar():
-    assert [p.row.label for p in failed([point("a", 0.9, 10), point("b", 0.89, 30)], AR)] == ["b"]
+    assert [p.row.label for p in failed([point("a", 0.9, 10), point("b", 0.89, 30)], 1.0)] == ["b"]
 
 
 def test_the_region_of_failure_is_named_by_window_threshold_and_penalty():
@@ -61,10 +61,11 @@ def test_the_region_of_failure_is_named_by_window_threshold_and_penalty():
             accuracy = shift or accuracies[setting.config.distance_penalty][place]
             made = point(setting.label, accuracy, 10)
             points.append(Point(dataclasses.replace(made.row, settings=_as_json(setting.config)), made.order))
-    assert failure_region(points, AR) == [
+    assert failure_region(points, 1.0) == [
         "W = 16: every tau at lambda 0; tau >= 0.4 at lambda 0.02, 0.5; tau = 0.1 at lambda 1"
     ]
-    assert failure_region(points[: len(points) // 2], AR) == []
+    assert failure_region(points[: len(points) // 2], 1.0) == []
+    assert failure_region(points[: len(points) // 2], 2.0) == ["W = 8: every tau and lambda"]
 
 
 def test_rank_correlation_is_of_ranks_with_their_sign():

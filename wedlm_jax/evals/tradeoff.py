@@ -18,7 +18,7 @@ from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, sweep
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
-KEPT_ACCURACY = 0.9  # of AR's: below it a setting has failed
+KEPT_ACCURACY = 0.9  # of the one that a setting is held against: below it the setting has failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,15 +95,14 @@ def pareto_front(points: Sequence[Point]) -> list[Point]:
     return front
 
 
-def failed(points: Sequence[Point], ar: Row) -> list[Point]:
-    """Those whose exact match is under nine tenths of AR's."""
-    assert ar.accuracy is not None
-    return [point for point in points if point.accuracy < KEPT_ACCURACY * ar.accuracy]
+def failed(points: Sequence[Point], accuracy: float) -> list[Point]:
+    """Those whose exact match is under nine tenths of this one, AR's for example."""
+    return [point for point in points if point.accuracy < KEPT_ACCURACY * accuracy]
 
 
-def failure_region(points: Sequence[Point], ar: Row) -> list[str]:
-    """Where settings of a grid fail, a line for each window size: which tau at which lambda. Empty: nowhere."""
-    lost = failed(points, ar)
+def failure_region(points: Sequence[Point], accuracy: float) -> list[str]:
+    """Where settings of a grid fail, for each window size where any does: which tau at which lambda."""
+    lost = failed(points, accuracy)
 
     def values(name: str, among: Sequence[Point]) -> list[float]:
         return sorted({float(p.row.settings[name]) for p in among})
@@ -118,7 +117,11 @@ def failure_region(points: Sequence[Point], ar: Row) -> list[str]:
             regions.setdefault(where, []).append(f"{penalty:g}")
         regions.pop("", None)
         if regions:
+            all_over = set(regions) == {"every tau"} and len(regions["every tau"]) == len(
+                values("distance_penalty", points)
+            )
             named = "; ".join(f"{where} at lambda {', '.join(at)}" for where, at in regions.items())
+            named = "every tau and lambda" if all_over else named
             lines.append(f"W = {window:g}: {named}")
     return lines
 
