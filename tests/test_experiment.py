@@ -9,6 +9,7 @@ import pytest
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import (
+    AdapterConfig,
     Experiment,
     ModelConfig,
     ModelOverrides,
@@ -274,3 +275,19 @@ def test_an_unknown_field_inside_a_mixture_is_named(monkeypatch, folder):
     tree = load_experiment("qwen3_8b_cpt").to_dict()
     tree["data"]["mixture"][1]["wieght"] = 3
     assert "data.mixture.1.wieght: unexpected keyword" in message_of(Experiment.from_json, json.dumps(tree), "x.json")
+
+
+def test_a_section_inside_a_section_is_set_by_its_fields_and_begins_with_its_defaults():
+    base = Experiment("x", init_from="y")
+    assert override(base, "objective.ar_loss_weight=0", "model.adapter.rank=3").adapter == AdapterConfig(rank=3)
+    objective = ("objective.ar_loss_weight=0", "model.adapter.targets=q_proj,v_proj", "model.adapter.rows=mask")
+    changed = override(base, *objective)
+    assert changed.adapter == AdapterConfig(targets=("q_proj", "v_proj"))
+    assert Experiment.from_json(changed.to_json()) == changed
+    assert override(changed, "model.adapter=none").adapter is None
+    with pytest.raises(UserError, match=r"objective.ar_loss_weight=1.0 has no meaning .* set it to 0"):
+        override(changed, "objective.ar_loss_weight=1")
+    with pytest.raises(UserError, match="model.adapter is a section; set one of its fields: model.adapter.rank"):
+        override(base, "model.adapter=3")
+    with pytest.raises(UserError, match="adapter.rank=0 must be at least 1"):
+        override(base, "model.adapter.rank=0")

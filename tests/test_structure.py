@@ -21,7 +21,7 @@ FLOORS = (
     {"ops", "preemption"},
     {"sharding"},
     {"model", "diffusion", "data"},
-    {"optimizer", "train_state", "train_step", "hf", "checkpoint", "metrics", "decode"},
+    {"optimizer", "train_state", "mask_training", "train_step", "hf", "checkpoint", "metrics", "decode"},
     {"engine", "pretrained", "baselines"},
     {"evals", "study"},
     {"experiment"},
@@ -37,6 +37,7 @@ ON_ONE_FLOOR = {
     ("errors", "version"),  # every command answers --version
     ("train_step", "optimizer"),  # the update
     ("train_step", "train_state"),
+    ("train_step", "mask_training"),  # the gradients of an adapter of mask rows
     ("train_state", "optimizer"),  # holds its state
     ("checkpoint", "train_state"),  # what is saved
     ("__init__", "generate"),  # wedlm_jax.generate is the function

@@ -97,15 +97,19 @@ def test_masks_depend_on_the_seed_and_the_step_and_are_fed_as_the_mask_token():
 
 
 LOSSES_SEEN: dict[str, float] = {}
-# Every field of ObjectiveConfig; the last two say what is fed and when, and not how the loss is made of it.
+# Every field of ObjectiveConfig; some say what is fed and when, and those of distillation are for adapters (test_mask_training).
 OBJECTIVE = {
     "block_size": 2, "in_block": "bidirectional", "streams": "single", "normalization": "tokens", "ar_loss_weight": 0,
     "mask_token_id": 310, "ar_steps": 2, "reorder": False,
+    "fully_masked": 1.0, "suffix_masked": 1.0, "targets": "distill", "distill_temperature": 2.0,
 }  # fmt: skip
 NOT_OF_THE_LOSS = ("mask_token_id", "ar_steps")
+OF_DISTILLATION = ("targets", "distill_temperature")
 
 
-@pytest.mark.parametrize("field", [None, *(field for field in OBJECTIVE if field not in NOT_OF_THE_LOSS)])
+@pytest.mark.parametrize(
+    "field", [None, *(field for field in OBJECTIVE if field not in NOT_OF_THE_LOSS + OF_DISTILLATION)]
+)
 def test_every_field_of_the_objective_reaches_the_loss(field):
     settings = with_objective(**({} if field is None else {field: OBJECTIVE[field]}))
     streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), packed_batch(), settings)

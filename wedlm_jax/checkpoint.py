@@ -27,8 +27,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_axes
+from wedlm_jax.model.revision import revision
 from wedlm_jax.sharding import param_shardings
 from wedlm_jax.train_state import TrainState
 
@@ -77,7 +79,7 @@ class Checkpoints:
         Raises:
           UserError: this checkpoint, or the one before it, could not be written; the others are kept.
         """
-        training = {name: value for name, value in _as_dict(state).items() if name != "params"}
+        training = {name: value for name, value in _as_dict(state).items() if name not in ("params", "frozen")}
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
             training=ocp.args.StandardSave(training),
@@ -105,8 +107,12 @@ class Checkpoints:
         except Exception as error:  # of the file system, through orbax and tensorstore
             raise self._not_written(error) from error
 
-    def restore(self, abstract: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+    def restore(
+        self, abstract: TrainState, frozen: Mapping[str, jax.Array] | None = None
+    ) -> tuple[int, TrainState, dict[str, Any]] | None:
         """The newest checkpoint that can be read: its step, the state placed as `abstract` says, the data iterator's state.
+
+        `frozen` is the base of an adapter, which no checkpoint holds: it never changes, and is read where it came from.
 
         A newer one that cannot be read is told in a line on stderr. None where there is no checkpoint.
 
@@ -127,13 +133,17 @@ class Checkpoints:
             self._unreadable.update(newer for newer in steps if newer > step)
             for failed in failures if is_main() else ():
                 print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
-            return step, TrainState(params=restored["params"], **restored["training"]), restored["data"]
+            return (
+                step,
+                TrainState(params=restored["params"], **restored["training"], frozen=dict(frozen or {})),
+                restored["data"],
+            )
         if failures:
             raise UserError(f"{failures[0]}; remove {self._folder} to start from the beginning")
         return None
 
     def _read(self, step: int, abstract: TrainState) -> Any:
-        training = {name: value for name, value in _as_dict(abstract).items() if name != "params"}
+        training = {name: value for name, value in _as_dict(abstract).items() if name not in ("params", "frozen")}
         args = ocp.args.Composite(
             params=ocp.args.StandardRestore(abstract.params),
             training=ocp.args.StandardRestore(training),
@@ -194,12 +204,29 @@ def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_m
 
 
 @dataclasses.dataclass(frozen=True)
+class Base:
+    """The model that an adapter was trained beside. Its parameters are read where they are, and never written."""
+
+    path: str  # what init_from named
+    revision: str
+
+    def check(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
+        """Raises a `UserError` where these are other parameters."""
+        if (found := revision(config, params)) != self.revision:
+            raise UserError(
+                f"{self.path} is of revision {found}, and the adapter was trained beside it at revision {self.revision}; "
+                "bring that model back, or train the adapter again"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelFile:
     """`model.json` of a workdir."""
 
     config: ModelConfig
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
+    base: Base | None = None  # where the config has an adapter
 
     def write(self, workdir: Path) -> None:
         (workdir / MODEL_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
@@ -218,7 +245,8 @@ class ModelFile:
 def load_params(
     workdir: str | Path, step: int | None = None, mesh: Mesh | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
-    """The model config and the parameters by path of a workdir's checkpoint, cut over `mesh` or on the first device.
+    """The model config and the parameters by path of a workdir's checkpoint, cut over `mesh` or on the first device: those
+    that were trained, which are an adapter's alone where the config has one.
 
     Args:
       workdir: where `wedlm_jax.train` ran.
@@ -236,11 +264,14 @@ def load_params(
         raise UserError(f"{workdir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
     shapes = jax.eval_shape(lambda: init_params(config, 0))
+    if config.adapter is not None:
+        shapes = split_adapter(shapes)[1]
     shardings: Mapping[str, jax.sharding.Sharding]
     if mesh is None:
         shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
     else:
-        shardings = param_shardings(mesh, param_axes(config), {name: x.shape for name, x in shapes.items()})
+        axes = {name: names for name, names in param_axes(config).items() if name in shapes}
+        shardings = param_shardings(mesh, axes, {name: x.shape for name, x in shapes.items()})
     abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in shapes.items()}
     folder = workdir.absolute() / _FOLDER
     options = ocp.CheckpointManagerOptions(read_only=True)

@@ -7,7 +7,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic
@@ -46,7 +46,7 @@ def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config
     try:
         return pydantic.TypeAdapter(cls).validate_python(tree)
     except pydantic.ValidationError as error:
-        wrong = error.errors()[0]
+        wrong = _first(error)
         name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
         raise UserError(": ".join(part for part in (source, name, _first_line(error)) if part)) from None
 
@@ -78,6 +78,21 @@ def sections_of(annotation: Any) -> list[type]:
     return [option for option in _options(annotation) if isinstance(option, type) and dataclasses.is_dataclass(option)]
 
 
+def inner_section(place: dict[str, Any], path: Sequence[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The dict of a section inside a section, which begins with its defaults where it is None.
+
+    Args:
+      place: the dict of the first section of the path, or of the root where the path is empty.
+      path: the names of the sections, from the root.
+      fields: as `fields_of` gives them.
+    """
+    for depth in range(1, len(path)):
+        if place[path[depth]] is None:
+            place[path[depth]] = dataclasses.asdict(sections_of(fields[".".join(path[: depth + 1])])[0]())
+        place = place[path[depth]]
+    return place
+
+
 def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     """What is said of a field that does not exist: the nearest one that does."""
     last = name.rpartition(".")[2]
@@ -103,9 +118,15 @@ def _parse(annotation: Any, text: str) -> Any:
     return text
 
 
+def _first(error: pydantic.ValidationError) -> Any:
+    """The first of what a config's own check says; else the first of all: of a union, what is wrong with its first choice."""
+    own = [wrong for wrong in error.errors() if isinstance(wrong.get("ctx", {}).get("error"), UserError)]
+    return (own or error.errors())[0]
+
+
 def _first_line(error: pydantic.ValidationError) -> str:
-    wrong = error.errors()[0]
-    own = wrong.get("ctx", {}).get("error")  # a UserError of a config's own check
+    wrong = _first(error)
+    own = wrong.get("ctx", {}).get("error")
     return str(own) if isinstance(own, UserError) else wrong["msg"][0].lower() + wrong["msg"][1:]
 
 

@@ -17,21 +17,31 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import pydantic
 from jax.sharding import Mesh
 
-from wedlm_jax.config_tree import fields_of, from_json, is_none, read_value, sections_of, unknown_field, validated
+from wedlm_jax.config_tree import (
+    fields_of,
+    from_json,
+    inner_section,
+    is_none,
+    read_value,
+    sections_of,
+    unknown_field,
+    validated,
+)
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.model.config import DType, ModelConfig
+from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.config import ModelConfig, ModelOverrides
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.study import Curve, Measure, Stage, Study
 from wedlm_jax.train_step import ObjectiveConfig, StepSettings
 
 __all__ = [
+    "AdapterConfig",
     "Curve",
     "DataConfig",
     "EvaluationConfig",
@@ -119,18 +129,6 @@ class TrainConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelOverrides:
-    """How the model of `init_from` is computed; None leaves a field as it is there. Its shape is not to be changed."""
-
-    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
-
-    dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
-    param_dtype: DType | None = None  # None: float32
-    matmul_precision: Literal["default", "high", "highest"] | None = None
-    remat: Literal["none", "dots", "full"] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class Experiment:
     """All that a run depends on."""
 
@@ -151,6 +149,12 @@ class Experiment:
                 f"data.row_length={self.data.row_length} is not a multiple of "
                 f"objective.block_size={self.objective.block_size}; make it one"
             )
+        if self.adapter is not None:
+            self.objective.check_adapter(self.adapter)
+
+    @property
+    def adapter(self) -> AdapterConfig | None:
+        return None if self.model is None else self.model.adapter
 
     def require_model(self) -> None:
         """At use, since an experiment may leave the model to the command line.
@@ -287,18 +291,17 @@ def override(experiment: Experiment, *assignments: str) -> Experiment:
         if (sections := sections_of(fields[name])) and not is_none(text):
             inside = ", ".join(f"{name}.{field.name}" for field in dataclasses.fields(sections[0]))
             raise UserError(f"{name} is a section; set one of its fields: {inside}")
-        section, _, field = name.rpartition(".")
-        place, annotation = tree[section] if section else tree, fields[name]
-        if section == "model" and (place is None or place.keys() == overridable.keys()):
+        *path, field = name.split(".")
+        place, annotation = tree[path[0]] if path else tree, fields[name]
+        if path[:1] == ["model"] and (place is None or place.keys() == overridable.keys()):
             if name not in (named := fields_of(ModelOverrides, "model.")):
                 raise UserError(
                     f"{name}: the model is as in init_from={tree['init_from']}; {', '.join(named)} can be set"
                 )
             place = tree["model"] = place or dict(overridable)
             annotation = named[name]
-        place[field] = read_value(annotation, name, text)
-    changed = validated(Experiment, tree, "")
-    changed.require_model()
+        inner_section(place, path, fields)[field] = read_value(annotation, name, text)
+    (changed := validated(Experiment, tree, "")).require_model()
     return changed
 
 

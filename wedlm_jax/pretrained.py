@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -17,10 +18,14 @@ from wedlm_jax.hf.config import Arch
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import is_hub_id, load_hf, local_directory, resolve_dtype, stored_dtype
+from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
-from wedlm_jax.model.parameters import transformer_from
+from wedlm_jax.model.parameters import params_of, transformer_from
+
+if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
+    from wedlm_jax.checkpoint import Base
 
 
 def load(
@@ -55,7 +60,7 @@ def load(
         if mask_token_id is not None:
             model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
         directory = Path(adapter)
-    return dataclasses.replace(model, calibration=_calibration(directory, model), source=str(path))
+    return dataclasses.replace(model, calibration=_calibration(directory, model), source=model.source or str(path))
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
@@ -154,5 +159,22 @@ def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: 
         mask_token_id = declared.mask_token_id
     else:
         choose_mask_token_id(config, tokenizer, mask_token_id)
-    transformer = transformer_from(config, {name: jnp.asarray(value, dtype) for name, value in params.items()})
-    return Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, workdir / "tokenizer")
+    if declared.base is not None:
+        params = base_params(declared.base, dtype, mesh) | params  # the adapter's stay as they were trained
+    else:
+        params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
+    transformer = transformer_from(config, params)
+    model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, workdir / "tokenizer")
+    return model if declared.base is None else dataclasses.replace(model, source=declared.base.path)
+
+
+def base_params(base: Base, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """The parameters of the model that an adapter was trained beside.
+
+    Raises:
+      UserError: it is not there, or it is another model by now.
+    """
+    model = load(base.path, dtype, mesh=mesh)
+    params, _ = split_adapter(params_of(model.transformer))
+    base.check(model.config, params)
+    return params

@@ -26,11 +26,19 @@ from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
+from wedlm_jax.pretrained import base_params
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
-from wedlm_jax.workdir import load_initial, prepare_workdir, progress_of, refuse_another_experiment, tokenizer_of
+from wedlm_jax.workdir import (
+    base_of,
+    load_initial,
+    prepare_workdir,
+    progress_of,
+    refuse_another_experiment,
+    tokenizer_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +106,14 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     if config.wandb is not None and is_main():
         require_wandb(config.wandb)
 
-    # Devices, model, tokenizer, data. A resumed run reads model and tokenizer from its workdir alone.
+    # Devices, model, tokenizer, data. A resumed run reads model and tokenizer from its workdir alone, but for the base of an
+    # adapter: that is read where it was found at first.
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
     initial = load_initial(experiment, mesh) if not resumed and experiment.init_from else None
+    base = None if resumed else base_of(experiment, initial)
     if not resumed and is_main():
-        prepare_workdir(experiment, initial, workdir)
+        prepare_workdir(experiment, initial, workdir, base)
     barrier("the workdir is prepared")
     model_file = ModelFile.read(workdir)
     tokenizer = tokenizer_of(workdir)
@@ -131,25 +141,32 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         # 2. else the model of init_from, with a fresh optimizer;
         # 3. else fresh parameters from the seed.
         start = 0
-        restored = checkpoints.restore(abstract_state(settings.model, settings.optimizer, mesh)) if resumed else None
+        frozen = None
+        if resumed and model_file.base is not None:
+            frozen = base_params(model_file.base, settings.model.param_dtype, mesh)
+        abstract = abstract_state(settings.model, settings.optimizer, mesh)
+        restored = checkpoints.restore(abstract, frozen) if resumed else None
         if restored is not None:
             start, state, data_state = restored
             stream.set_state(data_state)
             origin = f"resumed at step {start}"
         elif initial is not None:
-            state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh)
+            state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh, config.seed)
             origin = f"from {experiment.init_from}{progress_of(experiment.init_from)}"
         else:
             state = from_seed(settings.model, settings.optimizer, mesh, config.seed)
             origin = "from scratch"
-        del initial, restored  # the arrays are the state's now
+        del initial, restored, frozen  # the arrays are the state's now
         finished = f"{experiment.name}: finished, all {config.steps} steps are in {workdir}"
         if start >= config.steps:
             say(finished)
             return True
-        size = sum(x.size for x in state.params.values()) / 1e6
+        trained, frozen_size = (sum(x.size for x in part.values()) for part in (state.params, state.frozen))
+        size = f"{trained / 1e6:.2f}M parameters"
+        if frozen_size:
+            size += f" ({trained / frozen_size:.1%} of its base's {frozen_size / 1e6:.2f}M, which stay as they are)"
         where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
-        say(f"{experiment.name}: {size:.2f}M parameters on {where}, {origin}, in {workdir}")
+        say(f"{experiment.name}: {size} on {where}, {origin}, in {workdir}")
 
         # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
         waiting: tuple[int, dict[str, jax.Array], dict[str, int]] | None = None
@@ -186,8 +203,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                 if measure and validation is not None:
                     jax.block_until_ready(metrics)
                     with report.throughput.paused():
-                        measured = validation.measure(state.params, masks=masks)
-                        samples = validation.samples(state.params, masks=masks)
+                        measured = validation.measure(state.all_params, masks=masks)
+                        samples = validation.samples(state.all_params, masks=masks)
                 numbers = report.step(step, metrics, counted | measured)
                 waiting = None
                 stop_if_not_finite(numbers, config)

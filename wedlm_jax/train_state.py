@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import is_adapter_parameter, split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_axes
 from wedlm_jax.optimizer import OptimizerConfig, make_adamw
@@ -25,23 +26,30 @@ class TrainState:
     """The state after `step` batches."""
 
     step: jax.Array  # int32 []: batches seen
-    params: dict[str, jax.Array]  # by path
+    params: dict[str, jax.Array]  # by path: what is trained
     opt_state: optax.OptState
     skipped: jax.Array  # int32 []: updates left out so far, because a loss or gradient was not finite
     skipped_in_row: jax.Array  # int32 []: how many of these were the very last ones
+    frozen: dict[str, jax.Array] = dataclasses.field(default_factory=dict)  # by path: the base of an adapter
+
+    @property
+    def all_params(self) -> dict[str, jax.Array]:
+        return self.frozen | self.params
 
 
 def new_state(params: dict[str, jax.Array], optimizer: OptimizerConfig) -> TrainState:
-    """The state before the first batch."""
+    """The state before the first batch. Where there are parameters of an adapter they alone are trained."""
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, make_adamw(optimizer).init(params), zero, zero)
+    base, adapter = split_adapter(params)
+    trained, frozen = (adapter, base) if adapter else (base, {})
+    return TrainState(zero, trained, make_adamw(optimizer).init(trained), zero, zero, frozen)
 
 
 @functools.cache
 def abstract_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state: a tree of `jax.ShapeDtypeStruct`."""
     shapes = jax.eval_shape(lambda: new_state(init_params(model, 0), optimizer))
-    by_name = param_shardings(mesh, param_axes(model), {name: x.shape for name, x in shapes.params.items()})
+    by_name = param_shardings(mesh, param_axes(model), {name: x.shape for name, x in shapes.all_params.items()})
 
     def with_sharding(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # Adam's moments are dicts by path, as the parameters are, and lie where these lie.
@@ -67,13 +75,20 @@ def _compiled_init(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh) -
     return jax.jit(init, out_shardings=state_shardings(model, optimizer, mesh))
 
 
-def from_params(params: dict[str, Any], model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> TrainState:
-    """Starts from given parameters, in the param_dtype of `model`; takes their arrays over, where it can, without a copy.
+def from_params(
+    params: dict[str, Any], model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh, seed: int = 0
+) -> TrainState:
+    """Starts from given parameters, in the dtype of those of `model`; takes their arrays over, where it can, without a copy.
+
+    Args:
+      params: of the model; those of its adapter may be left out, all of them, and are made from `seed`.
 
     Raises:
       UserError: a parameter is missing, extra or of another shape.
     """
-    abstract = abstract_state(model, optimizer, mesh).params
+    abstract = abstract_state(model, optimizer, mesh).all_params
+    if model.adapter is not None and not split_adapter(params)[1]:
+        params = {**params, **_new_adapter(model, mesh, seed)}
     wanted = {name: tuple(x.shape) for name, x in abstract.items()}
     given = {name: tuple(x.shape) for name, x in params.items()}
     if wrong := sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name)):
@@ -82,3 +97,12 @@ def from_params(params: dict[str, Any], model: ModelConfig, optimizer: Optimizer
     placed = {name: jax.device_put(jnp.asarray(params[name], x.dtype), x.sharding) for name, x in abstract.items()}
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(lambda params: new_state(params, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
+
+
+def _new_adapter(model: ModelConfig, mesh: Mesh, seed: int) -> dict[str, jax.Array]:
+    """The adapter's parameters alone, on the devices that hold them; the base of the seed is not made."""
+    axes = param_axes(model)
+    shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(model, 0)).items()}
+    shardings = param_shardings(mesh, axes, shapes)
+    own = {name: sharding for name, sharding in shardings.items() if is_adapter_parameter(name)}
+    return jax.jit(lambda: split_adapter(init_params(model, seed))[1], out_shardings=own)()

@@ -17,6 +17,8 @@ from wedlm_jax.diffusion.corruption import corrupt, corrupt_documents
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, next_token_targets
 from wedlm_jax.diffusion.losses import LossWeights, Normalization, ar_loss_weights, loss_weights, wedlm_loss
 from wedlm_jax.errors import UserError
+from wedlm_jax.mask_training import Targets, mask_gradients
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.flops import training_flops
 from wedlm_jax.model.parameters import transformer_from
@@ -51,13 +53,41 @@ class ObjectiveConfig:
     ar_loss_weight: float = 1.0  # w in (mlm + w * ar) / (1 + w)
     ar_steps: int = 0  # the first of the steps that train the AR loss alone; all of them for a base model
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first free row of the vocabulary
+    fully_masked: float = 0.0  # the share of blocks of which every token is masked, as of a fresh window
+    suffix_masked: float = 0.0  # the share of blocks masked from some token on, as of a window that begins with drafts
+    targets: Targets = "data"  # "distill": the base's own distribution, for an adapter of mask rows
+    distill_temperature: float = 1.0  # that both distributions are divided by
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise UserError(f"objective.block_size={self.block_size} must be at least 1")
-        for name in ("ar_loss_weight", "ar_steps"):
+        for name in ("ar_loss_weight", "ar_steps", "fully_masked", "suffix_masked"):
             if getattr(self, name) < 0:
                 raise UserError(f"objective.{name}={getattr(self, name)} must be 0 or more")
+        if self.fully_masked + self.suffix_masked > 1:
+            raise UserError(
+                f"objective.fully_masked={self.fully_masked} and objective.suffix_masked={self.suffix_masked} are shares "
+                "of the blocks; together they can be 1 at most"
+            )
+        if not self.distill_temperature > 0:
+            raise UserError(f"objective.distill_temperature={self.distill_temperature} must be above 0")
+
+    def check_adapter(self, adapter: AdapterConfig | None) -> None:
+        """Raises a `UserError` where this cannot be learned by this adapter."""
+        if adapter is None or adapter.rows != "mask":
+            if self.targets != "data":
+                raise UserError(
+                    f"objective.targets={self.targets} is for an adapter with rows=mask, beside whose base it learns; "
+                    "set model.adapter, or choose data"
+                )
+            return
+        wanted = {"ar_loss_weight": 0, "ar_steps": 0, "streams": "dual", "in_block": "causal", "reorder": True}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise UserError(
+                    f"objective.{name}={getattr(self, name)} has no meaning for an adapter with rows=mask, which leaves "
+                    f"every row that is no mask as it is; set it to {value}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +102,15 @@ class StepSettings:
     seed: int
     micro_batches: int = 1  # gradient accumulation: a step's batch is run in this many parts
 
+    def __post_init__(self) -> None:
+        self.objective.check_adapter(self.model.adapter)
+        if self.only_mask_rows and self.model.position_embedding_type != "rope":
+            raise UserError("model.adapter with rows=mask is not implemented for learned absolute positions")
+
+    @property
+    def only_mask_rows(self) -> bool:
+        return self.model.adapter is not None and self.model.adapter.rows == "mask"
+
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
@@ -79,8 +118,12 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     # Of the whole batch, before it is split.
     with_ar = settings.objective.ar_loss_weight > 0
     weights = loss_weights(streams, normalization=settings.objective.normalization, ar=with_ar)
-    loss = functools.partial(wedlm_forward, settings=settings)
-    gradients, metrics = accumulate(loss, state.params, (streams, weights), settings.micro_batches)
+    if settings.only_mask_rows:
+        run = functools.partial(mask_rows_alone, state, settings=settings)
+        gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
+    else:
+        loss = functools.partial(wedlm_forward, settings=settings)
+        gradients, metrics = accumulate(loss, state, (streams, weights), settings.micro_batches)
     for name, masked in masked_by_ratio(streams).items():
         count = jnp.sum(masked)
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
@@ -95,7 +138,9 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
     block_size = settings.objective.block_size
     key = jax.random.fold_in(jax.random.key(settings.seed), step)
     single = settings.objective.streams == "single"
-    draw = corrupt_documents if single else corrupt
+    fully_masked, suffix_masked = settings.objective.fully_masked, settings.objective.suffix_masked
+    by_block = functools.partial(corrupt, fully_masked=fully_masked, suffix_masked=suffix_masked)
+    draw = corrupt_documents if single else by_block
     masked, mask_ratio = draw(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
     return build_dual_stream(
         batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
@@ -112,11 +157,25 @@ def wedlm_forward(
     objective, transformer = settings.objective, transformer_from(settings.model, params)
     block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
     pattern = DualStream(streams.segment_ids, block_size, objective.in_block)
-    hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern)
+    hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern, masked=streams.masked)
     carries_loss = jnp.concatenate([weights.ar, weights.mlm], axis=1) > 0
     token_losses = transformer.token_losses(hidden, streams.targets, carries_loss)
     loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
     return loss, parts | sums_by_ratio(token_losses, streams)
+
+
+def mask_rows_alone(
+    state: TrainState, part: tuple[DualStreamBatch, LossWeights], *, settings: StepSettings
+) -> tuple[Params, Metrics]:
+    """`wedlm_forward` and its gradients for an adapter of mask rows."""
+    streams, weights = part
+    objective = settings.objective
+    gradients, loss, losses = mask_gradients(
+        state.params, state.frozen, streams, weights, model=settings.model, block_size=objective.block_size,
+        targets=objective.targets, temperature=objective.distill_temperature,
+    )  # fmt: skip
+    by_ratio = sums_by_ratio(jnp.concatenate([jnp.zeros_like(losses), losses], axis=1), streams)
+    return gradients, {"loss": loss, "mlm_loss": loss, "ar_loss": jnp.zeros(())} | by_ratio
 
 
 def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
@@ -137,7 +196,7 @@ def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) ->
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
     loss = functools.partial(ar_forward, settings=settings)
     parts = batch, targets, ar_loss_weights(labelled)
-    gradients, metrics = accumulate(loss, state.params, parts, settings.micro_batches)
+    gradients, metrics = accumulate(loss, state, parts, settings.micro_batches)
     rows = row_metrics(batch, settings, streams=1, loss_rows=jnp.sum(labelled))
     return update(state, gradients, metrics | rows, settings)
 
@@ -177,21 +236,30 @@ def compile_step(
 
 
 def accumulate(
-    loss: Callable[[Params, Any], tuple[jax.Array, Metrics]], params: Params, batch: Any, micro_batches: int
+    loss: Callable[[Params, Any], tuple[jax.Array, Metrics]], state: TrainState, batch: Any, micro_batches: int
 ) -> tuple[Params, Metrics]:
-    """Gradients and metrics of a loss that is a plain sum over rows, one micro-batch after the other.
+    """Gradients, in what is trained, and metrics of a loss that is a plain sum over rows, as `in_parts`.
 
     Args:
-      loss: (params, part of the batch) -> (loss, its parts).
+      loss: (all parameters, part of the batch) -> (loss, its parts).
+    """
+    value_and_grad = jax.value_and_grad(lambda params, part: loss(state.frozen | params, part), has_aux=True)
+
+    def run(part: Any) -> tuple[Params, Metrics]:
+        (value, parts), gradients = value_and_grad(state.params, part)
+        return gradients, {"loss": value, **parts}
+
+    return in_parts(run, batch, micro_batches)
+
+
+def in_parts(run: Callable[[Any], tuple[Params, Metrics]], batch: Any, micro_batches: int) -> tuple[Params, Metrics]:
+    """The sum of what `run` returns, one micro-batch after the other.
+
+    Args:
+      run: part of the batch -> (gradients, metrics).
       batch: a tree of arrays [B, ...].
       micro_batches: A, dividing B.
     """
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
-
-    def run(part: Any) -> tuple[Params, Metrics]:
-        (value, parts), gradients = value_and_grad(params, part)
-        return gradients, {"loss": value, **parts}
-
     if micro_batches == 1:
         return run(batch)
 
@@ -220,7 +288,8 @@ def update(
         lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
     )
     skip = jnp.where(finite, 0, 1)
-    state = TrainState(
+    state = dataclasses.replace(
+        state,
         step=state.step + 1,
         params=params,
         opt_state=opt_state,

@@ -8,7 +8,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import ModelFile, differences, saved_steps
+from wedlm_jax.checkpoint import Base, ModelFile, differences, saved_steps
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
@@ -17,6 +17,8 @@ from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, 
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.revision import revision
 from wedlm_jax.pretrained import load
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -34,7 +36,8 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
 
 
 def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
-    """The model of `init_from`, cut over `mesh`, in float32: so the optimizer has it, whatever it was stored as.
+    """The model of `init_from`, cut over `mesh`, in float32: so the optimizer has it, whatever it was stored as. The base of
+    an adapter, which no optimizer has, comes in its `param_dtype`.
 
     Raises:
       UserError: there is none, or its shape is not that of the experiment's model.
@@ -42,12 +45,14 @@ def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
     path = str(experiment.init_from)
     if not Path(path).exists() and Path(path).parent == Path("runs"):
         raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {Path(path).name} makes it")
-    initial = load(path, dtype="float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
+    dtype = None if experiment.adapter is None or experiment.model is None else experiment.model.param_dtype
+    initial = load(path, dtype=dtype or "float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
     if not isinstance(experiment.model, ModelConfig):
         chosen = {
             name: value for name, value in vars(experiment.model or ModelOverrides()).items() if value is not None
         }
-        initial.config = dataclasses.replace(initial.config, **{"dtype": resolve_dtype(None), **chosen})
+        default = {"dtype": resolve_dtype(None)}
+        initial.config = dataclasses.replace(initial.config, **{**default, **chosen})
         return initial
     shape, wanted = dataclasses.asdict(initial.config), dataclasses.asdict(experiment.model)
     compute = [field.name for field in dataclasses.fields(ModelOverrides)]
@@ -57,7 +62,21 @@ def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
     return initial
 
 
-def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path) -> None:
+def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
+    """What an adapter is trained beside, None for a model that is trained itself; every process must ask.
+
+    Raises:
+      UserError: an adapter without a model to start from.
+    """
+    adapter = experiment.adapter if initial is None else initial.config.adapter
+    if adapter is None:
+        return None
+    if initial is None:
+        raise UserError(f"{experiment.name} trains an adapter; name the model that it is for as init_from")
+    return Base(str(experiment.init_from), revision(initial.config, params_of(initial.transformer)))
+
+
+def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path, base: Base | None = None) -> None:
     """Writes tokenizer, model.json and experiment.json.
 
     Raises:
@@ -87,7 +106,7 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
         own = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
         end_ids = tuple(dict.fromkeys((*end_ids, own)))
     with writing(workdir, _MEND):
-        ModelFile(model, mask_token_id, end_ids).write(workdir)
+        ModelFile(model, mask_token_id, end_ids, base).write(workdir)
         (workdir / FILE).write_text(experiment.to_json())
 
 

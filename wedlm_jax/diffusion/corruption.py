@@ -10,9 +10,19 @@ MIN_MASK_RATIO = 1e-8
 
 
 def corrupt(
-    key: jax.Array, candidates: jax.Array, document_ids: jax.Array, positions: jax.Array, *, block_size: int
+    key: jax.Array,
+    candidates: jax.Array,
+    document_ids: jax.Array,
+    positions: jax.Array,
+    *,
+    block_size: int,
+    fully_masked: float = 0.0,
+    suffix_masked: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws gamma ~ U[0, 1) for every block and masks round(gamma * candidates) of its candidates, uniformly chosen.
+
+    A share of the blocks is masked as decoding finds them instead: all of it, as a fresh window is (gamma 1), or its last
+    round(gamma * candidates) candidates, as a window is that begins with drafts.
 
     The draw depends on (key, document, block of the document) alone: packing, accumulation and sharding do not change it.
 
@@ -22,6 +32,7 @@ def corrupt(
       document_ids: int [B, L], the same for all tokens of a document and different between documents.
       positions: int [B, L], logical positions in the document; documents start on a multiple of `block_size`.
       block_size: J, dividing L.
+      fully_masked, suffix_masked: the expected shares of such blocks.
 
     Returns:
       masked bool [B, L], and the drawn mask_ratio float32 [B, M] (gamma, not the realised share), M = L / J.
@@ -33,7 +44,13 @@ def corrupt(
     def draw(document: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
         ratio_key, order_key = jax.random.split(jax.random.fold_in(jax.random.fold_in(key, document), block))
         ratio = jnp.maximum(jax.random.uniform(ratio_key), MIN_MASK_RATIO)
-        return ratio, jax.random.uniform(order_key, (block_size,))
+        scores = jax.random.uniform(order_key, (block_size,))
+        if fully_masked or suffix_masked:
+            kind = jax.random.uniform(jax.random.fold_in(ratio_key, 1))
+            ratio = jnp.where(kind < fully_masked, 1.0, ratio)
+            last_first = -jnp.arange(block_size, dtype=scores.dtype)
+            scores = jnp.where((kind >= fully_masked) & (kind < fully_masked + suffix_masked), last_first, scores)
+        return ratio, scores
 
     mask_ratio, scores = jax.vmap(jax.vmap(draw))(document, block)
     masked = mask_lowest(scores, candidates.reshape(B, L // block_size, block_size), mask_ratio)

@@ -119,7 +119,7 @@ def recovery_by_ratio(
       UserError: at one of the ratios no token of a block is masked.
     """
     graph, params = nnx.split(model.transformer)
-    mask_token_id = model.require_mask_token_id()
+    mask_token_id = model.require_mask_token_id() if model.needs_mask_token else 0
     found = {}
     for ratio in ratios:
         sums = np.zeros(3)
@@ -163,7 +163,7 @@ def _recovered(
         mask_token_id=mask_token_id, block_size=block_size, reorder=reorder,
     )  # fmt: skip
     pattern = DualStream(batch.segment_ids, block_size)
-    hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern)
+    hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern, masked=batch.masked)
     hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
     losses = transformer.token_losses(hidden, targets, masked)
     # The logits of one row at a time.

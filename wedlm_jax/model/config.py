@@ -68,3 +68,16 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} is odd; RoPE rotates pairs, so make it even")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOverrides:
+    """How the model that an experiment starts from is computed; None leaves a field as it is there. Its shape stays."""
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
+
+    dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
+    param_dtype: DType | None = None  # None: float32
+    matmul_precision: Literal["default", "high", "highest"] | None = None
+    remat: Literal["none", "dots", "full"] | None = None
+    adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are

@@ -1,0 +1,182 @@
+"""The dual stream of a frozen base under an adapter of mask rows, in two passes.
+
+Memory stream and observed rows are the base's own: they run forward once, outside what is differentiated, and leave nothing
+behind but the keys and values that masks read. The mask rows, brought to the front, run behind them through the adapted
+layers. A mask sees the memory of its document before its block, the observed rows of its block, and the masks of its block
+up to itself: three ranges of keys, merged by log-sum-exp. Together the passes are `Transformer.hidden` with `DualStream`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from wedlm_jax.model.layers import Layer
+from wedlm_jax.model.patterns import Causal, document_starts
+from wedlm_jax.model.rope import rope_angles
+from wedlm_jax.model.transformer import REMAT_POLICIES, Transformer
+from wedlm_jax.ops.attention import attend_ranges, merge
+from wedlm_jax.sharding import constrain, kv_heads_held, over_mesh, repeat_heads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """A prediction stream in physical order: in every block observed rows, then masks, then padding."""
+
+    tokens: jax.Array  # int [B, L]
+    positions: jax.Array  # int [B, L]
+    segment_ids: jax.Array  # int [B, L]; 0 = padding
+    masked: jax.Array  # bool [B, L]
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def observed(self) -> jax.Array:
+        return ~self.masked & (self.segment_ids > 0)
+
+
+class Chosen(NamedTuple):
+    """Some rows of a prediction stream, in their order, in the first places of [B, C]."""
+
+    rows: jax.Array  # int [B, C]: which row each place holds; any row where none is left
+    used: jax.Array  # bool [B, C]
+    first: jax.Array  # int [B, C]: the first place that holds a row of the same block
+
+    @classmethod
+    def of(cls, chosen_BL: jax.Array, block_size: int, capacity: int) -> Chosen:
+        """All rows where bool [B, L] is True; they must be `capacity` at most."""
+        rows = jnp.argsort(~chosen_BL, axis=1, stable=True)[:, :capacity]
+        first = jnp.take_along_axis(before(chosen_BL), rows // block_size * block_size, axis=1)
+        return cls(rows, jnp.take_along_axis(chosen_BL, rows, axis=1), first)
+
+    def take(self, x_BL: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x_BL, self.rows.reshape(*self.rows.shape, *[1] * (x_BL.ndim - 2)), axis=1)
+
+    def own(self) -> Ranges:
+        """The places of the same block up to the row's own. An unused place sees itself alone: some key must be seen."""
+        place = jnp.broadcast_to(jnp.arange(self.rows.shape[1]), self.rows.shape)
+        return jnp.where(self.used, self.first, place), place + 1
+
+    def only_used(self, ranges: Ranges) -> Ranges:
+        start, end = ranges
+        return start, jnp.where(self.used, end, start)
+
+
+Ranges = tuple[jax.Array, jax.Array]  # the first key, and the one after the last, of each query
+KeysValues = tuple[jax.Array, jax.Array]  # [B, S, K, H] each, or of all layers [layers, B, S, K, H]
+
+
+class Frozen(NamedTuple):
+    """What the base leaves for the mask rows."""
+
+    memory: KeysValues  # of all layers, L keys
+    observed: KeysValues  # of all layers, L places: the observed rows of the prediction stream in the first ones
+    hidden: jax.Array  # [B, L, D]: the memory stream after the final norm
+
+
+def capacities(length: int) -> tuple[int, ...]:
+    """Numbers of rows that programs are compiled for: L / 2, 3 L / 4 and L, which holds any number."""
+    return tuple(sorted({-(-length // 2), -(-3 * length // 4), length}))
+
+
+def least_holding(chosen_BL: jax.Array) -> jax.Array:
+    """The number of the least of `capacities` that holds the chosen rows of every row of the batch."""
+    most = jnp.max(jnp.sum(chosen_BL, axis=1))
+    return sum(((most > c).astype(jnp.int32) for c in capacities(chosen_BL.shape[1])[:-1]), start=jnp.int32(0))
+
+
+def before(chosen_BL: jax.Array) -> jax.Array:
+    """int [B, L + 1]: how many are chosen before each row, and how many in all."""
+    return jnp.pad(jnp.cumsum(chosen_BL, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
+def run_frozen(
+    transformer: Transformer, memory_tokens: jax.Array, memory_positions: jax.Array, prediction: Prediction
+) -> Frozen:
+    """The memory stream [B, L] and the observed rows of the prediction stream, through the base alone."""
+    config = transformer.config
+    pattern = Causal(prediction.segment_ids)
+    chosen = Chosen.of(prediction.observed, prediction.block_size, memory_tokens.shape[1])
+    to_memory = memory_ranges(prediction, chosen)
+    memory_rope, rope = (
+        rope_angles(positions, config.head_dim, config.rope_theta)
+        for positions in (memory_positions, chosen.take(prediction.positions))
+    )
+
+    def run_layer(carry: tuple[jax.Array, jax.Array], state: nnx.State) -> tuple:
+        x_memory, x = carry
+        layer = nnx.merge(graph, state)
+        q, k_memory, v_memory = layer.attention.queries_keys_values(layer.input_norm(x_memory), memory_rope)
+        out = pattern(q, k_memory, v_memory, config.attention)
+        x_memory = layer.after_attention(x_memory, layer.attention.o_proj(out))
+        q, k, v = layer.attention.queries_keys_values(layer.input_norm(x), rope)
+        out = attend_parts(q, [(k_memory, v_memory), (k, v)], [to_memory, chosen.own()])
+        x = layer.after_attention(x, layer.attention.o_proj(out))
+        return (x_memory, x), ((k_memory, v_memory), (k, v))
+
+    with jax.default_matmul_precision(config.matmul_precision):
+        graph, stacked = nnx.split(transformer.layers)
+        start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
+        of_layers: tuple[KeysValues, KeysValues]
+        (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked)
+        return Frozen(of_layers[0], of_layers[1], transformer.final_norm(x_memory))
+
+
+def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, masks: Chosen) -> jax.Array:
+    """The mask rows through the adapted layers: hidden states after the final norm [B, C, D]; of unused places anything."""
+    config, J = transformer.config, prediction.block_size
+    chex.assert_equal_shape_prefix([masks.rows, prediction.masked], 1)
+    assert transformer.mask_embedding is not None
+    observed_before = before(prediction.observed)
+    block = masks.rows // J * J
+    of_block = (jnp.take_along_axis(observed_before, place, axis=1) for place in (block, block + J))
+    ranges = [memory_ranges(prediction, masks), masks.only_used(tuple(of_block)), masks.own()]  # type: ignore[arg-type]
+    rope = rope_angles(masks.take(prediction.positions), config.head_dim, config.rope_theta)
+
+    def run(x: jax.Array, state: nnx.State, memory: KeysValues, observed: KeysValues) -> jax.Array:
+        layer: Layer = nnx.merge(graph, state)
+        q, k, v = layer.attention.queries_keys_values(layer.input_norm(x), rope, True)
+        out = attend_parts(q, [memory, observed, (k, v)], ranges)
+        return layer.after_attention(x, layer.attention.o_proj(out, True), True)
+
+    if config.remat != "none":
+        run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+    with jax.default_matmul_precision(config.matmul_precision):
+        graph, stacked = nnx.split(transformer.layers)
+        embedding = transformer.mask_embedding[...].astype(config.dtype)
+        x = constrain(jnp.broadcast_to(embedding, (*masks.rows.shape, embedding.size)), "batch", None, None)
+        x, _ = jax.lax.scan(lambda x, read: (run(x, *read), None), x, (stacked, frozen.memory, frozen.observed))
+        return transformer.final_norm(x)
+
+
+def memory_ranges(prediction: Prediction, chosen: Chosen) -> Ranges:
+    """The memory of the row's document before its block."""
+    block = chosen.rows // prediction.block_size * prediction.block_size
+    return chosen.only_used((chosen.take(document_starts(prediction.segment_ids)), block))
+
+
+def attend_parts(q: jax.Array, keys_values: Sequence[KeysValues], ranges: Sequence[Ranges]) -> jax.Array:
+    """Attention of q [B, T, N, H] over the union of several sets of keys, of each in a range of its own for every query.
+
+    The last one is the row's own: every query sees a key of it.
+    """
+    held = kv_heads_held(q.shape[2], keys_values[0][0].shape[2])
+    keys_values = [(repeat_heads(k, held), repeat_heads(v, held)) for k, v in keys_values]
+
+    def attend(q: jax.Array, *flat: jax.Array) -> tuple[jax.Array]:
+        parts = [attend_ranges(q, *flat[i : i + 4]) for i in range(0, len(flat), 4)]
+        out, lse = parts.pop()
+        for other, other_lse in parts:
+            out, lse = merge(out, lse, other, other_lse), jnp.logaddexp(lse, other_lse)
+        return (out,)
+
+    heads, kv_heads = ("batch", None, "heads", None), ("batch", None, "kv_heads", None)
+    flat = [x for pair, reach in zip(keys_values, ranges, strict=True) for x in (*pair, *reach)]
+    axes = [kv_heads, kv_heads, ("batch", None), ("batch", None)] * len(ranges)
+    return over_mesh(attend, [heads, *axes], [heads], q, *flat)[0]
