@@ -2,7 +2,8 @@
 
     python -m benchmarks.drafting --model runs/quickstart
 
-Held-out problems of each task in one batch, greedy, float32 at the highest matmul precision; the last part in bfloat16, where
+Held-out problems of each task in one batch (one by one where the window is automatic), greedy, float32 at the highest matmul
+precision; the last part in bfloat16, where
 two orders of summation may pick different tokens: AR and verified of the same weights side by side.
 """
 
@@ -25,6 +26,7 @@ RULES = {
     "verified, tau=1": DecodeConfig("verified", entropy_threshold=1.0),
     "verified, each below 0.4": DecodeConfig("verified", fill_rule="each", entropy_threshold=0.4),
     "verified, sum below 2": DecodeConfig("verified", fill_rule="sum", entropy_threshold=2.0),
+    "verified, window auto": DecodeConfig("verified", window_size="auto"),
     "lookup": DecodeConfig("lookup"),
 }
 
@@ -41,7 +43,11 @@ class Flags:
 
 def decode(model: Model, flags: Flags, name: str, config: DecodeConfig) -> list[Completion]:
     prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, flags.seed)]
-    return generate(model, prompts, dataclasses.replace(config, max_new_tokens=flags.max_new_tokens))
+    config = dataclasses.replace(config, max_new_tokens=flags.max_new_tokens)
+    # Many rows beside it narrow an automatic window.
+    rows = 1 if config.adapts else len(prompts)
+    batches = (prompts[start : start + rows] for start in range(0, len(prompts), rows))
+    return [completion for batch in batches for completion in generate(model, batch, config)]
 
 
 def tokens_per_forward(completions: list[Completion]) -> float:

@@ -141,7 +141,7 @@ def started(
     export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
     pretrained.save(plain(model), export, arch="qwen3")
     job = {
-        "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window_size,
+        "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,
         "mask_token_id": decode.mask_token_id or model.mask_token_id, "rows": max(args.batches),
         "context": max(args.prompts) + max(args.outputs),
     }  # fmt: skip

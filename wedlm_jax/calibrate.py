@@ -96,9 +96,7 @@ def measure(
             for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
                 totals[config][i] += count
     return [
-        Calibration(
-            tau, penalty, args.decode.window_size, args.max_disagreement, differ / tokens, tokens, tokens / forwards
-        )
+        Calibration(tau, penalty, args.decode.window, args.max_disagreement, differ / tokens, tokens, tokens / forwards)
         for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
     ]
 

@@ -19,7 +19,7 @@ FIELDS = {
     "refill": ["lazy"],
     "fill_rule": ["most", None],
     "verify": ["all", True],
-    "window_size": [0, -1, 2.0, True, "4", 2**31],
+    "window_size": [0, -1, 2.0, True, "4", "AUTO", None, 2**31],
     "block_size": [0, 1.5],
     "max_new_tokens": [0, None],
     "entropy_threshold": [-0.1, float("nan"), "0.4", -float("inf")],
@@ -61,6 +61,7 @@ def test_the_edges_of_the_allowed_settings_are_allowed():
         dict(entropy_threshold=float("inf")),
         dict(entropy_threshold=0, distance_penalty=0, temperature=0),
         dict(top_p=1, confidence_threshold=0, top_k=0),
+        dict(window_size="auto"),
         dict(window_size=1, max_new_tokens=1, block_size=1),
         dict(stop=["a"], stop_ids=[1, 2]),
     ):

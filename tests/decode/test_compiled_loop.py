@@ -13,11 +13,12 @@ import pytest
 
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import loop as decode_loop
+from wedlm_jax.decode import window
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
-from wedlm_jax.decode.window import half_widths
+from wedlm_jax.decode.window import feeding_widths
 
-from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
+from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, split, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
@@ -125,9 +126,9 @@ def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
 
 
 def test_a_step_writes_the_cache_in_place_at_every_width():
-    """No copy of the cache in the compiled loop, though the step chooses between three widths."""
+    """No copy of the cache in the compiled loop, though the step chooses between several widths."""
     positional = arguments("verified", window_size=8)
-    assert half_widths(positional[2].window.shape[1]) == (8, 12, 16)
+    assert len(feeding_widths(positional[2].window.shape[1], ROWS)) >= 3
     text = decode_loop.run.lower(*positional).compile().as_text()
     shape = positional[2].cache.k.shape
     assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
@@ -142,15 +143,42 @@ def test_a_copied_cache_would_be_seen():
 
 
 def test_the_forward_is_as_wide_as_what_is_fed():
-    """The same window by three widths: a program for each, none below SMALLEST_WIDTH, and the whole window at last."""
-    assert [half_widths(slots) for slots in (2, 8, 16, 32)] == [(2,), (8,), (8, 12, 16), (16, 24, 32)]
+    """The same window by several widths: a program for each, none below SMALLEST_WIDTH, and the whole window at last."""
+    widths = feeding_widths(16, ROWS)
+    assert widths[0] >= 8 and widths[-1] == 16 and len(widths) >= 3
     text = decode_loop.run.lower(*arguments("verified", window_size=8)).as_text()
-    assert all(f"tensor<3x{width}x{TINY.hidden_size}xf32>" in text for width in (8, 12, 16))
+    assert all(f"tensor<3x{width}x{TINY.hidden_size}xf32>" in text for width in widths)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("slots", "least"), [(2, None), (8, None), (16, None), (32, None), (64, None), (64, 4)])
+def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, platform, monkeypatch):
+    monkeypatch.setattr(window, "target_platform", lambda: platform)
+    widths = feeding_widths(slots, rows, least)
+    a_slot = window.SLOT_COST["cpu" if platform == "cpu" else "accelerator"] * rows
+    lowest = max(slots // 2 if least is None else least, min(window.SMALLEST_WIDTH, slots))
+    assert widths[-1] == slots and list(widths) == sorted(set(widths)) and len(widths) <= 8
+    for fed in range(lowest, slots + 1):
+        width = next(width for width in widths if width >= fed)
+        cost = (1 + a_slot * width) / (1 + a_slot * fed)
+        assert cost <= 1 + window.ROUNDING or width - fed < slots // 8
+
+
+def test_where_slots_cost_nothing_one_width_is_compiled(monkeypatch):
+    monkeypatch.setattr(window, "target_platform", lambda: "gpu")
+    assert feeding_widths(32, 1) == (32,) and len(feeding_widths(32, 64)) > 2
 
 
 def test_sizes_fall_into_buckets():
     assert [DecodeConfig(window_size=w).slots for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
     assert [DecodeConfig(window_size=w, refill="paper").slots for w in (1, 3, 16)] == [1, 4, 16]
+    assert [DecodeConfig(d, window_size="auto").slots for d in ("verified", "streaming", "lookup", "ar")] == [
+        64,
+        32,
+        16,
+        1,
+    ]
     assert DecodeConfig(decoder="blockwise", block_size=5).slots == 16
     assert DecodeConfig(decoder="ar", window_size=16).slots == 1
     assert DecodeConfig(decoder="lookup", window_size=16).slots == 16

@@ -169,12 +169,14 @@ def streaming(row: Row) -> None:
 
 def verified(row: Row) -> None:
     """Slot 0 is an emitted token that is not cached yet; the leading drafts behind it are checked by the forward that
-    caches them, and only tokens of the autoregressive chain are emitted."""
-    W = row.config.window_size
+    caches them, and only tokens of the autoregressive chain are emitted. With window_size "auto", W begins at 32, halves down
+    to 4 where none of the drafts was right, and doubles up to 32 where half of it was accepted."""
+    auto = row.config.window_size == "auto"
+    W = 32 if auto else row.config.window_size
     window: list[int | None] = [row.context.pop()] + [None] * (W - 1)
     while True:
         lead = _leading_run(window)
-        window = window + [None] * lead
+        window = (window + [None] * (W + lead))[: W + lead]
         logits = row.forward(window)
         base = len(row.context)
         chain = [row.pick(logits[0], base + 1)]
@@ -192,6 +194,10 @@ def verified(row: Row) -> None:
                 after[i] = row.pick(logits[i], base + i)
         row.context += window[:accepted]
         window = [chain[-1], *after.values()]
+        if auto and accepted >= W / 2:
+            W = min(2 * W, 32)
+        elif auto and accepted == 1 and lead > 1:
+            W = max(W // 2, 4)
 
 
 def fallback(row: Row) -> None:

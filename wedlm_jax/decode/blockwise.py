@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import confidence, select_by_confidence
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import half_widths, recorded, window_forward
+from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -29,9 +29,9 @@ def blockwise_step(
     in_block = (slots >= lead[:, None]) & (slots < fed[:, None])
     masks = ~state.filled & in_block
     before = state
-    C = state.window.shape[1]
+    B, C = state.window.shape
     state, reading = window_forward(
-        transformer, state, settings, fed, masks, widths=half_widths(C), most_read=C // 2, score=confidence
+        transformer, state, settings, fed, masks, widths=feeding_widths(C, B), most_read=C // 2, score=confidence
     )
 
     masked = masks & state.running[:, None]

@@ -21,6 +21,7 @@ FillRule = Literal["auto", "each", "sum", "run"]
 PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
 PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
+AUTO_WINDOWS = (4, 8, 16, 32)  # that window_size="auto" chooses from
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
@@ -30,7 +31,9 @@ class DecodeConfig:
     traced."""
 
     decoder: Decoder = "streaming"
-    window_size: int = 16  # W: masks in play (streaming, verified); at most W - 1 drafts (lookup)
+    window_size: int | Literal["auto"] = 16
+    """W: masks in play (streaming, verified); at most W - 1 drafts (lookup). auto: 4 to 32, for each row and step by what was
+    accepted and how many rows run (verified); 16 (others)."""
     entropy_threshold: float | Literal["auto"] | None = "auto"
     """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 (streaming, unless calibrated) or 0.7
     (verified)."""
@@ -63,6 +66,8 @@ class DecodeConfig:
                 "verify=fallback is a mode of decoder=streaming with refill=eager; choose these, or verify=none"
             )
         for name, least in (("window_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
+            if name == "window_size" and self.window_size == "auto":
+                continue
             value = _integer(name, getattr(self, name))
             if value < least:
                 raise UserError(f"{name}={value}: must be at least {least}")
@@ -121,6 +126,18 @@ class DecodeConfig:
         return PAPER_PENALTY if self.distance_penalty == "auto" else self.distance_penalty
 
     @property
+    def window(self) -> int:
+        """W as a number; the widest where it is chosen anew in every step."""
+        if self.window_size == "auto":
+            return AUTO_WINDOWS[-1] if self.adapts else DecodeConfig.window_size
+        return self.window_size
+
+    @property
+    def adapts(self) -> bool:
+        """Whether every step chooses its window."""
+        return self.window_size == "auto" and self.decoder == "verified"
+
+    @property
     def rule(self) -> int:
         """The number of the fill rule in `selection.RULES`."""
         rule = ("run" if self.decoder == "verified" else "each") if self.fill_rule == "auto" else self.fill_rule
@@ -138,7 +155,7 @@ class DecodeConfig:
             return 1
         if self.decoder == "blockwise":
             return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
-        bucket = _power_of_two(self.window_size)
+        bucket = _power_of_two(self.window)
         alone = self.decoder == "lookup" or (self.decoder == "streaming" and self.refill == "paper")
         return bucket if alone else 2 * bucket
 
@@ -173,6 +190,7 @@ class RowSettings:
     """The traced settings of B rows."""
 
     window_size: jax.Array  # int32 [B]
+    adapts: jax.Array  # bool [B]: window_size is "auto"; see auto_window.py
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
@@ -199,7 +217,8 @@ class RowSettings:
         stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
         keys = [jax.random.fold_in(jax.random.key(c.seed), row) for c, row in zip(configs, rows, strict=True)]
         return cls(
-            window_size=column("window_size", "int32"),
+            window_size=column("window", "int32"),
+            adapts=column("adapts", "bool"),
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import entropy, passing
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import half_widths, recorded, window_forward
+from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -24,7 +24,7 @@ def fallback_step(
 
     The leading run is emitted as it was filled, without a check. W slots are in play from the new cursor, slot 0 among them.
     """
-    C = state.window.shape[1]
+    B, C = state.window.shape
     slots = state.slots
     lead = state.leading_run()
     last = lead - 1
@@ -37,7 +37,7 @@ def fallback_step(
         settings,
         fed,
         masks | (slots == last[:, None]),
-        widths=half_widths(C),
+        widths=feeding_widths(C, B),
         most_read=C // 2 + 1,  # W masks and the last of the run
         score=entropy,
     )

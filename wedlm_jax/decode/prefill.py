@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.decode.config import AUTO_WINDOWS
 from wedlm_jax.decode.state import RUNNING, DecodeState
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
@@ -57,6 +58,7 @@ def begin(
         output=jnp.zeros((B, output_slots), jnp.int32),
         log_probs=jnp.zeros((B, output_slots), jnp.float32),
         generated=zeros,
+        rung=jnp.full(B, len(AUTO_WINDOWS) - 1, jnp.int32),
         finish=jnp.full(B, RUNNING, jnp.int32),
         forwards=zeros,
         processed=zeros,

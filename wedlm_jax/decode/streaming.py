@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import Refill, RowSettings
 from wedlm_jax.decode.selection import entropy, select_by_entropy
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
-from wedlm_jax.decode.window import half_widths, recorded, window_forward
+from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -22,7 +22,7 @@ def streaming_step(
     `refill="eager"` feeds W masks and unresolved slots behind that run (the engine), "paper" feeds W slots in all.
     """
     lead = state.leading_run()
-    C = state.window.shape[1]
+    B, C = state.window.shape
     fed = settings.window_size + (lead if refill == "eager" else 0)
     masks = ~state.filled & (state.slots < fed[:, None])
     before = state
@@ -32,7 +32,7 @@ def streaming_step(
         settings,
         fed,
         masks,
-        widths=half_widths(C) if refill == "eager" else (C,),
+        widths=feeding_widths(C, B) if refill == "eager" else (C,),
         most_read=C // 2 if refill == "eager" else C,  # W masks, never more
         score=entropy,
     )

@@ -11,11 +11,12 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from wedlm_jax.decode.auto_window import next_rung, rung_in_play, window_in_play
 from wedlm_jax.decode.chain import check_drafts
-from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
 from wedlm_jax.decode.selection import entropy, select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
-from wedlm_jax.decode.window import half_widths, recorded, window_forward
+from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 
@@ -29,10 +30,11 @@ def verified_step(
     W slots stay in play from the new cursor. What the masks say, and which of them are filled, are drafts only: nothing of it
     can change the output.
     """
-    C = state.window.shape[1]
+    B, C = state.window.shape
     slots = state.slots
     lead = state.leading_run()
-    fed = settings.window_size + lead
+    window_size = window_in_play(state, settings)
+    fed = window_size + lead
     masks = ~state.filled & (slots < fed[:, None])
     before = state
     state, reading = window_forward(
@@ -41,14 +43,15 @@ def verified_step(
         settings,
         fed,
         masks | (slots < lead[:, None]),
-        widths=half_widths(C),
+        # As many slots as automatic windows come to may also hold the narrowest of them.
+        widths=feeding_widths(C, B, AUTO_WINDOWS[0] if 2 * AUTO_WINDOWS[-1] == C else None),
         most_read=C,
         score=entropy,
     )
     state, kept, accepted, next_token = check_drafts(state, settings, reading, lead)
 
     pending = slots == accepted[:, None]
-    behind = (slots > accepted[:, None]) & (slots < (accepted + settings.window_size)[:, None])
+    behind = (slots > accepted[:, None]) & (slots < (accepted + window_size)[:, None])
     masked = masks & behind & state.running[:, None]
     filling = select_drafts(
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
@@ -58,5 +61,6 @@ def verified_step(
         state,
         window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
         filled=pending | (state.filled & behind) | filling,
+        rung=next_rung(rung_in_play(before), lead, accepted),
     )
     return advance(state, kept), record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -16,8 +17,13 @@ from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.ops.attention import target_platform
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
+# What a further slot adds to a forward, of the cost of one over a single slot: measured on a CPU by benchmarks/wall_clock.py; on
+# an accelerator, where reading the weights dominates, by its rates of memory and arithmetic.
+SLOT_COST = {"cpu": 0.05, "accelerator": 0.002}
+ROUNDING = 0.1
 
 Score = Callable[[jax.Array], jax.Array]  # logits [..., V] -> [...]
 
@@ -37,9 +43,20 @@ class Reading:
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
-def half_widths(slots: int) -> tuple[int, ...]:
-    """Widths for a decoder that feeds half of its C slots at least: C / 2, 3 C / 4 and C, none below SMALLEST_WIDTH."""
-    return (*(w for w in (slots // 2, 3 * slots // 4) if w >= SMALLEST_WIDTH), slots)
+def feeding_widths(slots: int, rows: int, least: int | None = None) -> tuple[int, ...]:
+    """Widths to compile for a decoder that feeds `least` of its C slots or more, C / 2 if not given; the last one is C.
+
+    By the measured cost of a forward they lie so close that rounding up what is fed costs no more than ROUNDING, but no closer
+    than C / 8. Where slots cost next to nothing that is C alone.
+    """
+    a_slot = SLOT_COST.get(target_platform(), SLOT_COST["accelerator"]) * rows
+    least = max(slots // 2 if least is None else least, SMALLEST_WIDTH)
+    widths = [slots]
+    while widths[0] > least and 1 + a_slot * widths[0] > (1 + ROUNDING) * (1 + a_slot * least):
+        # The next one down is the widest that this one would serve too dearly.
+        too_dear = math.ceil(((1 + a_slot * widths[0]) / (1 + ROUNDING) - 1) / a_slot) - 1
+        widths.insert(0, max(min(too_dear, widths[0] - slots // 8), least))
+    return tuple(widths)
 
 
 def window_forward(

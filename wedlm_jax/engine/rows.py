@@ -145,7 +145,7 @@ class RowGroup:
 def _beyond(ticket: Ticket, ids: list[int], state: DecodeState, number: int) -> list[int | None]:
     """The tokens in play behind those that are committed; None for masks."""
     config = ticket.request.config
-    width = config.block_size if config.decoder == "blockwise" else config.window_size
+    width = config.block_size if config.decoder == "blockwise" else config.window
     first = len(ticket.request.prompt) + len(ids) - int(state.length[number])  # slots before it are committed already
     shown = slice(first, first + min(width, config.max_new_tokens - len(ids)))
     slots = zip(state.window[number, shown].tolist(), state.filled[number, shown].tolist(), strict=True)

@@ -1,0 +1,243 @@
+"""What decoding costs in wall-clock: the row-cost curve of a model, the length of the cache, and verified decoding against AR.
+
+    python -m benchmarks.wall_clock --model runs/quickstart                        # all parts: quickstart, 34M and 110M, float32
+    python -m benchmarks.wall_clock --model runs/quickstart --parts curve --shapes 110m
+
+`curve`: a forward over 1, 2, 4, ... slots against one over one token, and against the plain products of as many rows.
+`allocated`: a forward over 16 slots behind 200 used slots of a cache of 512 to 8192.
+`speed`: verified decoding against AR by the clock, prefill not in it. Of the model itself as it is. Of a shape, what the model
+did is replayed over random weights: each step feeds as many slots and accepts as many as the recorded one, with all that a
+step computes. Programs take turns, and ratios are medians over turns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+
+from benchmarks import shapes
+from benchmarks.side_by_side import machine, print_table
+from wedlm_jax import DecodeConfig, Model, generate, load
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.decode.loop import Program
+from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.selection import entropy, select_drafts
+from wedlm_jax.decode.state import DecodeState, advance, emit
+from wedlm_jax.decode.window import feeding_widths, window_forward
+from wedlm_jax.evals.row_cost import FORWARDS, forward_program, in_turns, median_ratio, row_costs
+from wedlm_jax.evals.tasks import task
+from wedlm_jax.model.parameters import init_params, params_of, transformer_from
+
+Part = Literal["curve", "allocated", "speed"]
+TASKS = ("word_problems", "counting")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """Whose curve is measured first, and whose steps are replayed."""
+    shapes: tuple[shapes.Name, ...] = ("34m", "110m")
+    parts: tuple[Part, ...] = ("curve", "allocated", "speed")
+    slots: tuple[int, ...] = (1, 2, 4, 8, 16, 20, 24, 32)
+    context: int = 200
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    limit: int = 20
+    """Problems a task."""
+    max_new_tokens: int = 64
+    windows: tuple[int | Literal["auto"], ...] = (8, 16, "auto")
+    rounds: int = 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """One completion of the model."""
+
+    prompt: list[int]
+    lead: list[int]  # filled slots that each forward checked, the pending token among them
+    fed: list[int]
+    emitted: list[int]
+
+
+def main() -> None:
+    flags = tyro.cli(Flags, description=__doc__)
+    model = load(flags.model, "float32")
+    models = {flags.model: model} | {name: random(name, model) for name in flags.shapes}
+    print(f"{machine()}, medians of {flags.rounds}, float32\n")
+    for part in flags.parts:
+        {"curve": curve, "allocated": allocated, "speed": speed}[part](flags, models)
+
+
+def random(name: shapes.Name, like: Model) -> Model:
+    config = shapes.shape(name, max_position_embeddings=max(2048, like.config.max_position_embeddings))
+    params = jax.jit(lambda: init_params(config, 0))()
+    return dataclasses.replace(like, transformer=transformer_from(config, params), config=config, calibration=None)
+
+
+def curve(flags: Flags, models: dict[str, Model]) -> None:
+    for name, model in models.items():
+        context = min(flags.context, model.config.max_position_embeddings - max(flags.slots))
+        sizes = dict(rows=1, context=context, allocated=256)
+        costs = row_costs(model.config, params_of(model.transformer), slots=flags.slots, rounds=flags.rounds, **sizes)
+        print_table(
+            f"Cost of a forward, {name}, {context} of 256 slots used",
+            ("slots", "ms", "of one token", "of the plain products"),
+            [(str(c.slots), f"{1e3 * c.seconds:.2f}", f"{c.over_one:.2f}", f"{c.over_products:.2f}") for c in costs],
+        )
+        print()
+
+
+def allocated(flags: Flags, models: dict[str, Model]) -> None:
+    for name, model in list(models.items())[1:]:
+        params = params_of(model.transformer)
+        sizes = dict(rows=1, slots=16, context=flags.context)
+        programs = {n: forward_program(model.config, params, allocated=n, **sizes) for n in flags.lengths}
+        seconds = in_turns(programs, flags.rounds)
+        print_table(
+            f"16 slots behind {flags.context} used ones, {name}",
+            ("slots of the cache", "ms", f"of {flags.lengths[0]}"),
+            [
+                (
+                    str(n),
+                    f"{1e3 * statistics.median(seconds[n]) / FORWARDS:.2f}",
+                    f"{median_ratio(seconds[n], seconds[flags.lengths[0]]):.3f}",
+                )
+                for n in flags.lengths
+            ],
+        )
+        print()
+
+
+def speed(flags: Flags, models: dict[str, Model]) -> None:
+    model = models[flags.model]
+    rows = []
+    for name in TASKS:
+        prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, 0)]
+        for window in flags.windows:
+            config = DecodeConfig("verified", window_size=window, max_new_tokens=flags.max_new_tokens)
+            recorded = [steps_of(model, prompt, config) for prompt in prompts]
+            for label, of in models.items():
+                rows.append(
+                    (label, name, str(window), *against_ar(of, recorded, config, flags, replays=of is not model))
+                )
+    print_table(
+        f"Verified decoding against AR, {flags.limit} problems a task, one at a time, prefill not in it",
+        (
+            "model",
+            "task",
+            "window",
+            "tokens/forward",
+            "slots/forward",
+            "row cost",
+            "ms",
+            "AR ms",
+            "faster",
+            "of what they allow",
+        ),
+        sorted(rows),
+    )
+
+
+def steps_of(model: Model, prompt: list[int], config: DecodeConfig) -> Steps:
+    [completion] = generate(model, [prompt], config, trace=True)
+    assert completion.trace is not None
+    windows = [entry["window"] for entry in completion.trace]
+    lead = [next((i for i, token in enumerate(w) if token is None), len(w)) for w in windows]
+    return Steps(prompt, lead, [len(w) for w in windows], [entry["emitted"] for entry in completion.trace])
+
+
+def against_ar(
+    model: Model, recorded: Sequence[Steps], config: DecodeConfig, flags: Flags, *, replays: bool
+) -> tuple[str, ...]:
+    """One line of the table. "Of what they allow": the speed-up over tokens per forward / row cost."""
+    tokens, forwards = sum(sum(s.emitted) for s in recorded), sum(len(s.emitted) for s in recorded)
+    slots = sum(sum(s.fed) for s in recorded) / forwards
+    ar_config = dataclasses.replace(config, decoder="ar", stop_ids=(), window_size=16)
+    config = dataclasses.replace(config, stop_ids=()) if replays else config
+    faster, ours, theirs = [], [], []
+    for turn in range(max(flags.rounds // 3, 1) + 1):
+        seconds = [0.0, 0.0]
+        for steps in recorded:
+            alone = dataclasses.replace(ar_config, max_new_tokens=sum(steps.emitted))
+            verified = Batch(model, [make_request(model, steps.prompt, config, row=0, name="prompt")])
+            ar = Batch(model, [make_request(model, steps.prompt, alone, row=0, name="prompt")])
+            jax.block_until_ready((verified.state, ar.state))
+            for which, run in enumerate(
+                (functools.partial(replay, verified, steps) if replays else verified.run, ar.run)
+            ):
+                start = time.perf_counter()
+                jax.block_until_ready(run())
+                seconds[which] += time.perf_counter() - start
+        if turn:  # the first compiles
+            ours.append(seconds[0] / forwards)
+            theirs.append(seconds[1] / tokens)
+            faster.append(seconds[1] / seconds[0])
+    context = round(statistics.mean(len(s.prompt) + sum(s.emitted) / 2 for s in recorded))
+    sizes = dict(rows=1, context=context, allocated=context + 2 * config.slots)
+    [cost] = row_costs(model.config, params_of(model.transformer), slots=[round(slots)], rounds=flags.rounds, **sizes)
+    allowed = tokens / forwards / cost.over_one
+    return (
+        f"{tokens / forwards:.2f}", f"{slots:.1f}", f"{cost.over_one:.2f}", f"{1e3 * statistics.median(ours):.2f}",
+        f"{1e3 * statistics.median(theirs):.2f}", f"{statistics.median(faster):.2f}",
+        f"{statistics.median(faster) / allowed:.2f}",
+    )  # fmt: skip
+
+
+def replay(batch: Batch, steps: Steps) -> DecodeState:
+    """Verified decoding whose steps feed and accept what the recorded ones did."""
+    padded = np.zeros((2, 64), np.int32)
+    padded[:, : len(steps.lead)] = steps.lead, steps.emitted
+    extra = np.zeros(64, np.int32)
+    extra[: len(steps.fed)] = np.array(steps.fed) - steps.lead
+    return _replay(
+        batch.program,
+        batch.params,
+        batch.state,
+        batch.settings,
+        jnp.asarray(padded),
+        jnp.asarray(extra),
+        len(steps.lead),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+def _replay(
+    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, steps: jax.Array, masks: jax.Array,
+    count: jax.Array,
+) -> DecodeState:  # fmt: skip
+    transformer = nnx.merge(program.graph, params)
+
+    def step(number: jax.Array, state: DecodeState) -> DecodeState:
+        C, slots = state.window.shape[1], state.slots
+        lead, accepted, window_size = steps[0, number][None], steps[1, number][None], masks[number][None]
+        state = dataclasses.replace(state, filled=slots < lead[:, None])
+        fed = window_size + lead
+        state, reading = window_forward(
+            transformer, state, settings, fed, slots < fed[:, None], widths=feeding_widths(C, 1), most_read=C,
+            score=entropy,
+        )  # fmt: skip
+        state, kept = emit(state, settings, reading.tokens, accepted, reading.log_probs)
+        masked = (slots >= accepted[:, None]) & (slots < fed[:, None])
+        rule = (settings.entropy_threshold, settings.distance_penalty, settings.rule)
+        filling = select_drafts(reading.scores, masked, *rule)
+        window = jnp.where(filling, reading.tokens, state.window)
+        return advance(dataclasses.replace(state, window=window), kept)
+
+    def body(number: Any, state: DecodeState) -> DecodeState:
+        return step(number, state)
+
+    return jax.lax.fori_loop(0, count, body, state)
+
+
+if __name__ == "__main__":
+    main()

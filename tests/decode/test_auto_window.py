@@ -1,0 +1,80 @@
+"""window_size="auto": the window follows what is accepted and how many rows run, and the tokens do not notice."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode.auto_window import next_rung, rung_in_play
+from wedlm_jax.decode.config import AUTO_WINDOWS
+from wedlm_jax.decode.generation import Batch, make_request
+
+from .models import MASK, TINY, config_of, reciting_model, tiny_model
+
+PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("window", "lead", "accepted", "then"),
+    [
+        (16, 9, 8, 32),
+        (16, 9, 7, 16),
+        (16, 9, 2, 16),
+        (16, 9, 1, 8),
+        (16, 2, 1, 8),
+        (16, 1, 1, 16),
+        (4, 2, 1, 4),
+        (4, 2, 2, 8),
+        (8, 2, 1, 4),
+        (32, 32, 32, 32),
+        (32, 9, 1, 16),
+        (32, 1, 1, 32),
+    ],
+)
+def test_the_window_doubles_at_half_accepted_and_halves_where_no_draft_was_right(window, lead, accepted, then):
+    rung = next_rung(jnp.array([AUTO_WINDOWS.index(window)]), jnp.array([lead]), jnp.array([accepted]))
+    assert AUTO_WINDOWS[int(rung[0])] == then
+
+
+@pytest.mark.parametrize(("running", "widest"), [(1, 32), (4, 32), (5, 16), (8, 16), (9, 8), (16, 8), (17, 4), (64, 4)])
+def test_rows_share_the_slots_of_a_forward(running, widest):
+    config = config_of("verified", window_size="auto")
+    rows = 64
+    batch = Batch(
+        tiny_model(), [make_request(tiny_model(), [1], config, row=row, name="prompt") for row in range(rows)]
+    )
+    state = dataclasses.replace(
+        batch.state, rung=jnp.full(rows, len(AUTO_WINDOWS) - 1), finish=jnp.where(jnp.arange(rows) < running, 0, 1)
+    )
+    assert {AUTO_WINDOWS[rung] for rung in np.asarray(rung_in_play(state)).tolist()} == {widest}
+
+
+def test_windows_of_a_trace_follow_the_rule():
+    """Drafts that are all right widen the window to the end of the ladder, those that are all wrong narrow it."""
+    chain = list(range(1, 10)) * 10
+    for wrong, reached in ((0.0, AUTO_WINDOWS[-1]), (1.0, AUTO_WINDOWS[0])):
+        drafts = [0 if wrong else token for token in chain]
+        model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
+        config = config_of("verified", window_size="auto", entropy_threshold=float("inf"), max_new_tokens=len(chain))
+        [completion] = generate(model, [[0]], config, trace=True)
+        assert completion.ids == chain
+        assert len(completion.trace[0]["window"]) == AUTO_WINDOWS[-1] + 1
+        fed = [len(entry["window"]) for entry in completion.trace]
+        assert reached <= fed[-1] <= 2 * reached, fed
+
+
+@pytest.mark.parametrize("sampling", [dict(), dict(temperature=0.8), dict(temperature=1.2, top_k=3)], ids=str)
+def test_tokens_are_those_of_ar_and_of_any_window(sampling):
+    auto = generate(tiny_model(), PROMPTS, config_of("verified", window_size="auto", **sampling))
+    alone = generate(tiny_model(), PROMPTS, config_of("ar", **sampling))
+    assert [(c.ids, c.finish_reason) for c in auto] == [(c.ids, c.finish_reason) for c in alone]
+
+
+def test_a_fixed_window_does_not_move_and_other_decoders_take_the_first():
+    fixed, auto = DecodeConfig("verified", window_size=16), DecodeConfig("verified", window_size="auto")
+    assert not fixed.adapts and auto.adapts and auto.window == AUTO_WINDOWS[-1]
+    for decoder in ("streaming", "lookup"):
+        config = DecodeConfig(decoder, window_size="auto")
+        assert not config.adapts and config.window == 16
