@@ -3,8 +3,8 @@
     python -m benchmarks.drafting --model runs/quickstart
 
 Held-out problems of each task in one batch (one by one where the window is automatic), greedy, float32 at the highest matmul
-precision; the last part in bfloat16, where
-two orders of summation may pick different tokens: AR and verified of the same weights side by side.
+precision; the last part in bfloat16, where two orders of summation may pick different tokens: AR and verified of the same weights
+side by side.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ RULES = {
     "verified, tau=1": DecodeConfig("verified", entropy_threshold=1.0),
     "verified, each below 0.4": DecodeConfig("verified", fill_rule="each", entropy_threshold=0.4),
     "verified, sum below 2": DecodeConfig("verified", fill_rule="sum", entropy_threshold=2.0),
+    "verified, W=8": DecodeConfig("verified", window_size=8),
+    "verified, W=24": DecodeConfig("verified", window_size=24),
+    "verified, W=32": DecodeConfig("verified", window_size=32),
     "verified, window auto": DecodeConfig("verified", window_size="auto"),
     "lookup": DecodeConfig("lookup"),
 }

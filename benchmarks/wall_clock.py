@@ -176,8 +176,10 @@ def against_ar(
                 (functools.partial(replay, verified, steps) if replays else verified.run, ar.run)
             ):
                 start = time.perf_counter()
-                jax.block_until_ready(run())
+                state = jax.block_until_ready(run())
                 seconds[which] += time.perf_counter() - start
+                assert int(state.generated[0]) == sum(steps.emitted)
+                assert which or int(state.processed[0]) == sum(steps.fed)
         if turn:  # the first compiles
             ours.append(seconds[0] / forwards)
             theirs.append(seconds[1] / tokens)

@@ -21,6 +21,7 @@ FillRule = Literal["auto", "each", "sum", "run"]
 PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
 PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
+DEFAULT_WINDOW = 16
 AUTO_WINDOWS = (4, 8, 16, 32)  # that window_size="auto" chooses from
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
@@ -31,7 +32,7 @@ class DecodeConfig:
     traced."""
 
     decoder: Decoder = "streaming"
-    window_size: int | Literal["auto"] = 16
+    window_size: int | Literal["auto"] = DEFAULT_WINDOW
     """W: masks in play (streaming, verified); at most W - 1 drafts (lookup). auto: 4 to 32, for each row and step by what was
     accepted and how many rows run (verified); 16 (others)."""
     entropy_threshold: float | Literal["auto"] | None = "auto"
@@ -129,7 +130,7 @@ class DecodeConfig:
     def window(self) -> int:
         """W as a number; the widest where it is chosen anew in every step."""
         if self.window_size == "auto":
-            return AUTO_WINDOWS[-1] if self.adapts else DecodeConfig.window_size
+            return AUTO_WINDOWS[-1] if self.adapts else DEFAULT_WINDOW
         return self.window_size
 
     @property
