@@ -9,6 +9,8 @@ from rich.console import Console
 
 from wedlm_jax import train
 from wedlm_jax.errors import UserError
+from wedlm_jax.evals.sweep import settings_of
+from wedlm_jax.experiment import list_experiments, load_experiment, load_named
 from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
 
 BASE = Stage("base")
@@ -173,3 +175,18 @@ def test_train_runs_a_study_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["train", "--exp", "ablations", "--workdir", str(tmp_path)])
     train.main()
     assert ran == [("ablations", tmp_path)]
+
+
+@pytest.mark.parametrize("name", [name for name in list_experiments() if isinstance(load_named(name), Study)])
+def test_what_a_study_reads_is_what_its_last_stages_write(name):
+    """Every measure of a task names a row of that evaluation, or its run would end in an error after all the training."""
+    study = load_named(name)
+    for stages in study.arms.values():
+        config = load_experiment(stages[-1].experiment).evaluation
+        labels = {setting.label for setting in settings_of(config, with_base=len(stages) > 1)}
+        for measure in study.measures:
+            if measure.task is not None:
+                assert measure.task in config.tasks
+                assert {measure.decoder, measure.minus or measure.decoder} <= labels
+            else:
+                assert config.in_place or not measure.field.endswith("_in_place")

@@ -130,6 +130,11 @@ def test_in_place_measures_every_decoder_that_fills_masks_once_more_without_reor
     plain, both = (settings_of(EvaluationConfig(in_place=chosen), with_base=True) for chosen in (False, True))
     assert both[: len(plain)] == plain and all(s.config.reorder for s in plain)
     again = [s for s in plain if s.config.decoder in ("blockwise", "streaming", "verified")]
-    assert [(s.label, s.config) for s in both[len(plain) :]] == [
-        (f"{s.label}, in place", dataclasses.replace(s.config, reorder=False)) for s in again
+    assert [s.config for s in both[len(plain) :]] == [dataclasses.replace(s.config, reorder=False) for s in again]
+    labels = [s.label for s in both]
+    assert labels[len(plain) :] == [
+        "in place, J=32",
+        *(f"in place, tau={t}" for t in ("0.1", "0.4", "1")),
+        "in place, verified",
     ]
+    assert len(set(labels)) == len(labels)

@@ -74,10 +74,10 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
     rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]
     rows += [Setting("lookup", ADAPTED, config.lookup), Setting("verified", ADAPTED, config.verified)]
     with_masks = [row for row in rows if row.config.uses_masks] if config.in_place else []
-    return rows + [
-        Setting(f"{row.label}, in place", row.weights, dataclasses.replace(row.config, reorder=False))
-        for row in with_masks
-    ]
+    in_place = [dataclasses.replace(row.config, reorder=False) for row in with_masks]
+    # Short, so that the table fits 80 columns: "in place, J=16", "in place, tau=0.4", "in place, verified".
+    labels = [f"in place, {row.label.split(', ')[-1]}" for row in with_masks]
+    return rows + [Setting(label, ADAPTED, config) for label, config in zip(labels, in_place, strict=True)]
 
 
 def sweep(
