@@ -11,7 +11,7 @@ runs/reordering.
 
 Two CPU cores, about half an hour. Expect (seed 0) no cost: 90.8 % of the masks recovered reordered, 90.9 % in place, 91.3 % by
 the model that was trained in place; p_cache 0.09 everywhere. These tasks are written from left to right. On source code standard
-order loses a sixth of the recovered masks: python -m wedlm_jax.evaluate --exp stdlib_code. All values are in benchmarks/RESULTS.md.
+order loses a sixth of the recovered masks: python -m wedlm_jax.evaluate --exp stdlib_code. Values: benchmarks/RESULTS.md.
 
 In decoding, standard order commits the same leading run of filled tokens: nothing before it is masked, so its keys and values
 are final. A token that was filled right of an open mask has seen that mask, and is computed again once it is filled, in either
