@@ -4,14 +4,21 @@ import dataclasses
 import importlib
 import json
 
+import numpy as np
 import pytest
 
 from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from tests.hf.adapters import with_noise
 from wedlm_jax import calibrate, load, save, save_adapter
+from wedlm_jax.checkpoint import Base, Checkpoints, ModelFile
 from wedlm_jax.decode.calibration import FILE, Calibration
-from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import AdapterConfig, split_adapter
+from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.revision import revision
+from wedlm_jax.optimizer import OptimizerConfig
+from wedlm_jax.train_state import new_state
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -92,6 +99,29 @@ def test_convert_merges_an_adapter_of_all_rows_or_writes_it_alone(folder, monkey
     assert run(monkeypatch, "convert", "--from", "base", "--only-adapter", "--to", "out") == 2
     assert "error: the model has no adapter to save" in capsys.readouterr().err
     assert not (folder / "out").exists()
+
+
+def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_out(folder, monkeypatch, capsys):
+    """From the workdir itself, from it as --adapter, and from the directory that convert writes, comes the same model."""
+    model = with_noise(load("base"), AdapterConfig(rank=2))
+    base, own = split_adapter(params_of(model.transformer))
+    (folder / "run").mkdir()
+    ModelFile(model.config, 3, (5,), Base("base", revision(model.config, base))).write(folder / "run")
+    with Checkpoints(folder / "run", keep=1) as checkpoints:
+        checkpoints.save(new_state(base | own, OptimizerConfig()), 1, {}, {})
+    flags = ["--from", "run", "--only-adapter", "--to", "taken"]
+    assert run(monkeypatch, "convert", *flags) == 0
+    for found in (load("run"), load("base", adapter="run"), load("base", adapter="taken")):
+        assert (found.config.adapter, found.mask_token_id, found.eos_token_ids) == (model.config.adapter, 3, (5,))
+        for name, x in params_of(found.transformer).items():
+            np.testing.assert_array_equal(x, params_of(model.transformer)[name], err_msg=name)
+    assert json.loads((folder / "taken" / "adapter.json").read_text())["base"] == "base"
+    save(tiny_model(1), "other")
+    with pytest.raises(UserError, match="other is of revision .* the adapter was trained beside it at revision"):
+        load("other", adapter="run")
+    ModelFile(load("base").config, 3, (5,)).write(folder / "run")
+    with pytest.raises(UserError, match="run: a whole model and no adapter; load it as the model itself"):
+        load("base", adapter="run")
 
 
 def test_an_experiment_has_its_own(monkeypatch, capsys):

@@ -15,6 +15,8 @@ import pytest
 from tests.evals.models import tiny_model
 from wedlm_jax import save
 
+from .quick_compile import quick_compile  # noqa: F401  for every test of this file
+
 FOLDER = Path(__file__).parents[1] / "launch" / "notebooks"
 TINY = {"CONVERSATIONS": 60, "STEPS": 2, "ROWS": 8, "ROW_LENGTH": 128, "NEW_TOKENS": 4}
 CHATML = (
@@ -39,13 +41,23 @@ def chat_model(tmp_path):
     return str(tmp_path / "model")
 
 
-def test_every_cell_of_the_colab_notebook_runs(chat_model, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def run(chat_model, tmp_path, monkeypatch):
+    """run(notebook): executes its cells in a folder of their own; returns what they define, and the pictures they show."""
     monkeypatch.chdir(tmp_path)
-    pictures = []
+    pictures: list[bytes] = []
     display = types.SimpleNamespace(Image=lambda path: pictures.append(Path(path).read_bytes()))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
+
+    def execute(notebook):
+        return execute_cells(notebook, chat_model, monkeypatch), pictures
+
+    return execute
+
+
+def execute_cells(notebook, chat_model, monkeypatch) -> dict:
     names: dict = {}
-    for cell in code_cells("colab.ipynb"):
+    for cell in code_cells(notebook):
         if "install" in tags(cell):
             continue
         lines = "".join(cell["source"]).replace("\\\n", " ").splitlines()
@@ -53,16 +65,34 @@ def test_every_cell_of_the_colab_notebook_runs(chat_model, tmp_path, monkeypatch
         exec("\n".join(line for line in lines if not line.startswith("!")), names)
         if "parameters" in tags(cell):
             assert names.keys() >= TINY.keys()
-            names |= TINY | {"MODEL": chat_model, "ARCH": "qwen3"}
+            names |= {
+                name: value
+                for name, value in (TINY | {"RANK": 2, "SAMPLES": 0, "ARCH": "qwen3"}).items()
+                if name in names
+            }
+            names["MODEL"] = chat_model
         for command in commands:
             python, dash_m, module, *arguments = shlex.split(command.format(**names))
             assert (python, dash_m) == ("python", "-m")
             monkeypatch.setattr(sys, "argv", [module, *arguments])
             runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return names
+
+
+def test_every_cell_of_the_colab_notebook_runs(run, tmp_path, capsys):
+    names, pictures = run("colab.ipynb")
     assert names["forwards"]["ar"] == 1.0 and names["forwards"].keys() == {"ar", "verified", "streaming"}
     assert pictures[0].startswith(b"\x89PNG")
     assert (tmp_path / "export" / "model.safetensors").is_file()
     assert re.search(r"verified: \d", capsys.readouterr().out)
+
+
+def test_every_cell_of_the_adapter_notebook_runs_and_the_answers_are_the_same(run, tmp_path, capsys):
+    names, pictures = run("adapter.ipynb")
+    assert names["forwards"]["ar"] == 1.0 and names["texts"]["verified"] == names["texts"]["ar"]
+    assert pictures[0].startswith(b"\x89PNG")
+    assert {file.name for file in (tmp_path / "adapter").iterdir()} == {"adapter.json", "adapter_model.safetensors"}
+    assert "the same text: True" in capsys.readouterr().out
 
 
 def test_the_notebook_for_tpus_is_the_same_but_for_installation_and_sizes():
@@ -70,7 +100,7 @@ def test_the_notebook_for_tpus_is_the_same_but_for_installation_and_sizes():
     assert colab == tpu
 
 
-@pytest.mark.parametrize("name", ["colab.ipynb", "tpu_vm.ipynb"])
+@pytest.mark.parametrize("name", ["adapter.ipynb", "colab.ipynb", "tpu_vm.ipynb"])
 def test_notebooks_hold_no_output_and_say_what_was_run(name):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(name))
     assert "Not run by us on this hardware" in (FOLDER / name).read_text()

@@ -44,8 +44,8 @@ def load(
         and float32 on CPU.
       mask_token_id: overrides the id that the directory declares.
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; None: the first device.
-      adapter: a directory of `save_adapter`, or of PEFT, that goes beside these weights. Its special ids and its calibration
-        take the place of theirs.
+      adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
+        special ids and its calibration take the place of theirs.
 
     Raises:
       UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base.
@@ -56,7 +56,8 @@ def load(
     else:
         model = load_hf(directory, dtype, mask_token_id, mesh)
     if adapter is not None:
-        base, model = model, with_adapter(model, locate_adapter(adapter))
+        base, beside = model, locate_adapter(adapter)
+        model = _with_adapter_of(beside, model, str(path)) if is_workdir(beside) else with_adapter(model, beside)
         if mask_token_id is not None:
             model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
         directory = Path(adapter)
@@ -100,7 +101,7 @@ def locate_adapter(path: str | Path) -> Path:
     if not directory.is_dir():
         what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
         raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT")
-    if not is_adapter(directory) and (is_workdir(directory) or (directory / "config.json").is_file()):
+    if not is_adapter(directory) and (directory / "config.json").is_file():
         raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
     return directory
 
@@ -166,6 +167,25 @@ def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: 
     transformer = transformer_from(config, params)
     model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, workdir / "tokenizer")
     return model if declared.base is None else dataclasses.replace(model, source=declared.base.path)
+
+
+def _with_adapter_of(workdir: Path, model: Model, name: str) -> Model:
+    """The model with the adapter that a workdir trained; `name` is what the model was loaded as."""
+    from wedlm_jax.checkpoint import ModelFile, load_params
+
+    declared = ModelFile.read(workdir)
+    if declared.base is None:
+        raise UserError(f"{workdir}: a whole model and no adapter; load it as the model itself")
+    if model.config.adapter is not None:
+        raise UserError(f"{workdir}: the model has an adapter already; load its base and one of them")
+    params = params_of(model.transformer)
+    dataclasses.replace(declared.base, path=name).check(model.config, params)
+    config = dataclasses.replace(model.config, adapter=declared.config.adapter)
+    transformer = transformer_from(config, params | load_params(workdir, mesh=model.mesh)[1])
+    ids = declared.mask_token_id, declared.eos_token_ids
+    return dataclasses.replace(
+        model, transformer=transformer, config=config, mask_token_id=ids[0], eos_token_ids=ids[1]
+    )
 
 
 def base_params(base: Base, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
