@@ -28,9 +28,8 @@ class Calibration:
     disagreement: float  # share of tokens that AR decoding of the same weights would not have chosen
     tokens: int  # over how many it was measured
     tokens_per_forward: float
-    weights: str = dataclasses.field(
-        default="", compare=False
-    )  # the fingerprint of those that it was measured on; written with it
+    # The fingerprint of the weights that it was measured on; written with it.
+    weights: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, str):
