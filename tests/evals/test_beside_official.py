@@ -1,14 +1,24 @@
 """Streaming beside the official engine: what is compared, and that a difference is found."""
 
+import dataclasses
+import io
 import sys
 from pathlib import Path
+
+from rich.console import Console
 
 from tests.baselines.engines import with_fake_engines
 from tests.evals.models import tiny_model
 from tests.evals.test_speed import PROBLEMS
 from wedlm_jax.baselines.process import Baseline
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.evals.beside_official import _first_difference, beside, streaming_as_official, where_they_part
+from wedlm_jax.evals.beside_official import (
+    _first_difference,
+    beside,
+    beside_table,
+    streaming_as_official,
+    where_they_part,
+)
 from wedlm_jax.evals.speed import Work
 
 
@@ -23,6 +33,10 @@ def test_steps_and_tokens_of_both_are_compared(monkeypatch, tmp_path):
     assert 2 <= row.steps[1] <= 5 and row.seconds[1] > 0 and row.floor_seconds > 0
     assert 4 <= row.slots <= 8
     assert row.same_rows == 0 and row.parts_at == (0, 0)  # it counts on, and our model does not
+    console = Console(width=80, file=io.StringIO())
+    console.print(beside_table([dataclasses.replace(row, work=dataclasses.replace(work, task="word_problems"))]))
+    shown = console.file.getvalue()
+    assert "same" in shown and "0/2" in shown and max(map(len, shown.splitlines())) <= 80
     assert where_they_part([row]) == [f"{work}: 2 rows part from the official engine's, row 0 at token 0."]
 
 
