@@ -1,0 +1,115 @@
+"""The training loop with an adapter: its base is read where it was found, and a killed run goes on bit for bit."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import wedlm_jax
+from tests.tiny_training import EXPERIMENT, one_device_mesh
+from wedlm_jax import train as train_module
+from wedlm_jax.checkpoint import ModelFile, load_params
+from wedlm_jax.data.pipeline import PackedBatches
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import load_experiment, override
+from wedlm_jax.model.adapter import AdapterConfig, split_adapter
+from wedlm_jax.model.config import ModelOverrides
+from wedlm_jax.model.parameters import init_params, params_of
+from wedlm_jax.train import train
+
+from .quick_compile import quick_compile  # noqa: F401  for every test of this file
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_device():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+        yield
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("base")
+    changes = dict(steps=1, checkpoint_every=1)
+    train(dataclasses.replace(EXPERIMENT, train=dataclasses.replace(EXPERIMENT.train, **changes)), workdir)
+    return workdir
+
+
+def experiment(base):
+    return dataclasses.replace(
+        EXPERIMENT,
+        init_from=str(base),
+        model=ModelOverrides(adapter=AdapterConfig(rank=2), param_dtype="bfloat16"),
+        objective=dataclasses.replace(EXPERIMENT.objective, ar_loss_weight=0, targets="distill"),
+        train=dataclasses.replace(EXPERIMENT.train, steps=4),
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("finished")
+    train(experiment(base), workdir)
+    return workdir
+
+
+def test_a_checkpoint_holds_the_adapter_alone_and_loads_with_its_base(base, finished):
+    config, own = load_params(finished)
+    assert own.keys() == split_adapter(jax.eval_shape(lambda: init_params(config, 0)))[1].keys()
+    assert any(np.any(x) for name, x in own.items() if name.endswith("lora_b"))
+    model = wedlm_jax.load(finished)
+    assert model.config.adapter == AdapterConfig(rank=2) and model.source == str(base)
+    for name, value in params_of(wedlm_jax.load(base).transformer).items():
+        np.testing.assert_array_equal(params_of(model.transformer)[name], value)
+
+
+def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(base, finished, tmp_path, monkeypatch):
+    draw, left = PackedBatches.__next__, iter(range(3))
+
+    def dying(stream):
+        if next(left, None) is None:
+            raise Killed
+        return draw(stream)
+
+    monkeypatch.setattr(PackedBatches, "__next__", dying)
+    with pytest.raises(Killed):
+        train(experiment(base), tmp_path)
+    monkeypatch.setattr(PackedBatches, "__next__", draw)
+    train(experiment(base), tmp_path)
+    for name, value in load_params(finished)[1].items():
+        np.testing.assert_array_equal(load_params(tmp_path)[1][name], value, err_msg=name)
+
+
+def test_another_base_in_the_place_of_the_first_is_refused(finished, tmp_path):
+    copied = tmp_path / "copy"
+    copied.mkdir()
+    described = json.loads((finished / "model.json").read_text())
+    described["base"]["revision"] = "0" * 32
+    (copied / "model.json").write_text(json.dumps(described))
+    base = ModelFile.read(copied).base
+    model = wedlm_jax.load(base.path)
+    with pytest.raises(UserError, match="the adapter was trained beside it at revision 0000.*; bring that model back"):
+        base.check(model.config, params_of(model.transformer))
+
+
+def test_an_adapter_without_a_model_to_start_from_is_refused(tmp_path):
+    model = dataclasses.replace(EXPERIMENT.model, adapter=AdapterConfig())
+    objective = dataclasses.replace(EXPERIMENT.objective, ar_loss_weight=0)
+    with pytest.raises(UserError, match="tiny trains an adapter; name the model that it is for as init_from"):
+        train(dataclasses.replace(EXPERIMENT, model=model, objective=objective), tmp_path / "run")
+
+
+@pytest.mark.parametrize(("name", "most"), [("qwen3_0p6b_adapter", 0.01), ("qwen3_8b_adapter", 0.01)])
+def test_the_adapters_of_the_experiments_are_small(name, most):
+    found = override(load_experiment(name), "data.path=chat.jsonl")
+    base, own = split_adapter(jax.eval_shape(lambda: init_params(found.model, 0)))
+    trained, frozen = (sum(x.size for x in part.values()) for part in (own, base))
+    assert 0.005 < trained / frozen < most
+    assert all(x.dtype == "bfloat16" for x in base.values())
+    assert f"{trained / 1e6:.3g}M parameters" in (Path(__file__).parents[1] / "experiments" / f"{name}.py").read_text()
