@@ -6,14 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.model.tiny import TINY, params
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.parameters import param_axes
-from wedlm_jax.model.revision import revision
+from wedlm_jax.model.revision import _words, revision
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
-
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
 
 BASE = revision(TINY, params())
 
@@ -41,6 +40,14 @@ def test_the_mesh_does_not_change_it():
     )
     cut = {name: jax.device_put(x, shardings[name]) for name, x in own.items()}
     assert revision(config, cut) == revision(config, own)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+def test_nothing_of_the_size_of_a_parameter_is_made_or_gathered():
+    sharding = NamedSharding(make_mesh(MeshConfig(2, 2, 2)), PartitionSpec(None, "fsdp", "tensor"))
+    for placed in (None, sharding):
+        program = _words.lower(jax.ShapeDtypeStruct((4, 256, 256), jnp.bfloat16, sharding=placed)).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 10_000
 
 
 @pytest.mark.parametrize("name", sorted(params()))

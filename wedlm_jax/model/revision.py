@@ -43,7 +43,10 @@ def _words(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         stride = math.prod(x.shape[axis + 1 :]) % 2**32
         index += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * jnp.uint32(stride)
     mixed = _mix(_bfloat16_bits(x) * jnp.uint32(0x9E3779B1) + index)
-    return mixed.sum(dtype=jnp.uint32), (mixed * mixed).sum(dtype=jnp.uint32)
+    zero = jnp.uint32(0)
+    # One reduction of both: of two XLA would write `mixed`, as large as x, to memory for them to read.
+    add = lambda sums, others: (sums[0] + others[0], sums[1] + others[1])  # noqa: E731
+    return jax.lax.reduce((mixed, mixed * mixed), (zero, zero), add, tuple(range(x.ndim)))
 
 
 def _bfloat16_bits(x: jax.Array) -> jax.Array:
