@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.hf.adapters import ON_ALL, adapted
 from wedlm_jax import convert as command
 from wedlm_jax.convert import Convert, convert, verify
 from wedlm_jax.errors import UserError
-from wedlm_jax.pretrained import load, save
+from wedlm_jax.pretrained import load, save, save_adapter
 from wedlm_jax.version import __version__
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracle"
@@ -99,6 +100,16 @@ def test_verify_compares_both_sides_in_torch(capsys, tmp_path, name, arch):
     printed = capsys.readouterr().out
     assert f"verified {tmp_path / 'out'}: logits of torch and wedlm_jax differ by at most" in printed
     assert f"verified {source}: " in printed
+
+
+@needs_torch
+def test_a_merged_adapter_is_verified_too(capsys, tmp_path):
+    save_adapter(adapted(ON_ALL), tmp_path / "adapter")
+    convert(Convert(str(QWEN3), tmp_path / "out", "qwen3", verify=True, adapter=str(tmp_path / "adapter")))
+    printed = capsys.readouterr().out
+    assert (
+        f"verified {tmp_path / 'out'}: logits of torch and wedlm_jax" in printed and f"verified {QWEN3}" not in printed
+    )
 
 
 @needs_torch

@@ -37,14 +37,14 @@ class Convert:
     """Workdir of wedlm_jax.train, HF directory, or hub id."""
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
-    adapter: AdapterFlag = None
-    only_adapter: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Write the adapter alone: a directory that every --adapter takes, and PEFT too where it works on all rows. Without it an
-    adapter of all rows is merged into the weights."""
     arch: Arch = "wedlm"
     """Model type to declare: qwen3 and qwen2 are read by stock transformers."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Load both sides with torch and transformers, compare logits with ours in float32."""
+    adapter: AdapterFlag = None
+    only_adapter: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Write the adapter alone: a directory that every --adapter takes, and PEFT too where it works on all rows. Without it an
+    adapter of all rows is merged into the weights."""
 
 
 def convert(args: Convert) -> None:
