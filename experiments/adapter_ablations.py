@@ -20,13 +20,15 @@ RANKS = (4, 8, 16, 32, 64)
 def adapter_ablations() -> Study:
     default = load_experiment("quickstart_adapter")
     assert default.adapter is not None
+    targets = {"data": "targets: the data", "distill": "targets: what the base says there"}
+    here = default.objective.targets
     changes: dict[str, tuple[str, ...]] = {
-        f"quickstart_adapter (distilled, rank {default.adapter.rank})": (),
-        "targets: the data": ("objective.targets=data",),
+        f"quickstart_adapter ({targets[here]}, rank {default.adapter.rank})": (),
+        **{label: (f"objective.targets={name}",) for name, label in targets.items() if name != here},
         "uniform mask ratios alone": ("objective.fully_masked=0", "objective.suffix_masked=0"),
-        "and fully masked blocks": ("objective.suffix_masked=0",),
-        "and suffix-masked blocks": ("objective.fully_masked=0",),
-        "fully masked blocks alone": ("objective.fully_masked=1", "objective.suffix_masked=0"),
+        "no suffix-masked blocks": ("objective.suffix_masked=0",),
+        "no fully masked blocks": ("objective.fully_masked=0",),
+        "every block fully masked": ("objective.suffix_masked=0", "objective.fully_masked=1"),
     }
     for rank in RANKS:  # with alpha, so that the scale of the pairs is the same
         alpha = default.adapter.scale * rank
