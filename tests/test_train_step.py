@@ -14,7 +14,9 @@ from wedlm_jax.checkpoint import ModelFile
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.train_state import from_seed
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
     ObjectiveConfig,
@@ -230,4 +232,25 @@ def test_useful_flops_are_those_of_the_parameters_the_losses_and_the_visible_pai
     np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
     _, metrics = run(ar_step, batch, updates=1)
     expected = 6 * layers * real.sum() + 6 * 320 * 16 * streams.labelled.sum() + 12 * heads * pairs / 2
+    np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
+
+
+def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
+    adapter = AdapterConfig(rank=2)
+    model, objective = dataclasses.replace(MODEL, adapter=adapter), SETTINGS.objective
+    settings = dataclasses.replace(
+        SETTINGS, model=model, objective=dataclasses.replace(objective, ar_loss_weight=0, targets="distill")
+    )
+    batch = packed_batch()
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, settings)
+    real, masks = batch.segment_ids > 0, np.asarray(streams.masked)
+    both = np.concatenate([real, real], axis=1)
+    seen = np.asarray(visibility(jnp.asarray(batch.segment_ids), block_size=4)) & both[:, :, None] & both[:, None, :]
+    state = from_seed(model, settings.optimizer, one_device_mesh(), seed=0)
+    base = sum(x.size for name, x in state.frozen.items() if name != "embed.embedding")
+    own = sum(x.size for name, x in state.params.items() if name != "mask_embedding")
+    heads = MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
+    expected = 2 * base * (2 * real.sum() + masks.sum()) + 6 * own * masks.sum() + 6 * 320 * 16 * masks.sum()
+    expected += 4 * heads * seen.sum() + 8 * heads * (seen & masks[:, :, None]).sum()
+    _, metrics = compile_step(wedlm_step, settings, one_device_mesh())(state, batch)
     np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)

@@ -20,7 +20,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import Targets, mask_gradients
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.flops import training_flops
+from wedlm_jax.model.flops import mask_training_flops, training_flops
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
@@ -130,7 +130,10 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     if not with_ar:
         del metrics["ar_loss"]
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    return update(state, gradients, metrics | row_metrics(batch, settings, streams=2, loss_rows=loss_rows), settings)
+    place = DualStream(streams.segment_ids, settings.objective.block_size).physical_index(streams.masked.shape[1])
+    mask_pairs = jnp.sum(jnp.where(streams.masked, place + 1.0, 0.0))
+    rows = row_metrics(batch, settings, streams=2, loss_rows=loss_rows, mask_pairs=mask_pairs)
+    return update(state, gradients, metrics | rows, settings)
 
 
 def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:
@@ -305,20 +308,32 @@ def update(
     return state, metrics
 
 
-def row_metrics(batch: PackedBatch, settings: StepSettings, *, streams: int, loss_rows: jax.Array) -> Metrics:
+def row_metrics(
+    batch: PackedBatch,
+    settings: StepSettings,
+    *,
+    streams: int,
+    loss_rows: jax.Array,
+    mask_pairs: jax.Array | float = 0.0,
+) -> Metrics:
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
       streams: how often each token runs through the layers. Each stream is one causal attention over its documents.
       loss_rows: rows whose logits a loss reads.
+      mask_pairs: pairs of rows that see each other, of which the first is a mask.
     """
     real = batch.segment_ids > 0
     tokens = jnp.sum(real)
     pairs = jnp.sum(jnp.where(real, batch.positions + 1.0, 0.0))
-    flops = training_flops(
-        settings.model,
+    counts: dict[str, Any] = dict(
         rows=streams * tokens.astype(jnp.float32),
         loss_rows=loss_rows.astype(jnp.float32),
         attention_pairs=streams * pairs,
     )
+    if settings.only_mask_rows:
+        distils = settings.objective.targets == "distill"
+        flops = mask_training_flops(settings.model, **counts, mask_pairs=mask_pairs, distils=distils)
+    else:
+        flops = training_flops(settings.model, **counts)
     return {"tokens": tokens, "padding_share": 1.0 - tokens / batch.segment_ids.size, "useful_flops": flops}

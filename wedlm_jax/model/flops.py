@@ -7,16 +7,21 @@ from typing import Any
 
 import jax
 
+from wedlm_jax.model.adapter import is_adapter_parameter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params
 
-_OUTSIDE_THE_LAYERS = ("embed.", "embed_positions.", "lm_head.")
+_OUTSIDE_THE_LAYERS = ("embed.", "embed_positions.", "lm_head.", "mask_embedding")
 
 
 def non_embedding_parameters(config: ModelConfig) -> int:
     """Parameters without the embeddings and the output layer."""
+    return sum(_sizes(config).values())
+
+
+def _sizes(config: ModelConfig) -> dict[str, int]:
     shapes = jax.eval_shape(lambda: init_params(config, 0))
-    return sum(math.prod(x.shape) for name, x in shapes.items() if not name.startswith(_OUTSIDE_THE_LAYERS))
+    return {name: math.prod(x.shape) for name, x in shapes.items() if not name.startswith(_OUTSIDE_THE_LAYERS)}
 
 
 def training_flops(config: ModelConfig, *, rows: Any, loss_rows: Any, attention_pairs: Any) -> Any:
@@ -36,4 +41,27 @@ def training_flops(config: ModelConfig, *, rows: Any, loss_rows: Any, attention_
         6.0 * non_embedding_parameters(config) * rows
         + 6.0 * config.vocab_size * config.hidden_size * loss_rows
         + 12.0 * heads * attention_pairs
+    )
+
+
+def mask_training_flops(
+    config: ModelConfig, *, rows: Any, loss_rows: Any, attention_pairs: Any, mask_pairs: Any, distils: bool
+) -> Any:
+    """As `training_flops`, of an adapter of mask rows. All rows run forward, the mask rows alone backward, and of parameters the
+    adapter's alone have gradients; the output layer has none, and a teacher's logits are made with it once more.
+
+    Args:
+      loss_rows: the mask rows, among `rows`.
+      mask_pairs: the pairs of which the query is a mask row, among `attention_pairs`.
+    """
+    sizes = _sizes(config)
+    adapter = sum(size for name, size in sizes.items() if is_adapter_parameter(name))
+    base = sum(sizes.values()) - adapter
+    heads = config.num_layers * config.num_heads * config.head_dim
+    return (
+        2.0 * base * (rows + loss_rows)
+        + 6.0 * adapter * loss_rows
+        + (6.0 if distils else 4.0) * config.vocab_size * config.hidden_size * loss_rows
+        + 4.0 * heads * attention_pairs
+        + 8.0 * heads * mask_pairs
     )
