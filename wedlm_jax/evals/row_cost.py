@@ -7,6 +7,7 @@ adds to the arithmetic that it cannot do without.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +76,7 @@ def forward_program(
 ) -> Program:
     """FORWARDS times a window behind a cache and the logits of all its slots, each fed what the one before says."""
 
-    @jax.jit
+    @functools.partial(jax.jit, donate_argnames="cache")
     def run(params: Params, tokens_BT: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         transformer = transformer_from(config, params)
         length = jnp.full(rows, context)
@@ -90,8 +91,13 @@ def forward_program(
 
         return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
 
-    given = jnp.ones((rows, slots), jnp.int32), KVCache.zeros(config, rows, allocated)
-    return lambda: run(params, *given)
+    tokens_BT, held = jnp.ones((rows, slots), jnp.int32), [KVCache.zeros(config, rows, allocated)]
+
+    def call() -> jax.Array:
+        said, held[0] = run(params, tokens_BT, held[0])  # given away, as in a decode loop: else it would be copied
+        return said
+
+    return call
 
 
 def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
