@@ -14,6 +14,7 @@ import os
 import sys
 import time
 import types
+from typing import Any
 
 from answers import Engine, Job, serve
 
@@ -34,7 +35,8 @@ def load(job: Job) -> Engine:
         from wedlm.layers import attention, layernorm
         from wedlm.sampling_params import SamplingParams
 
-    torch.Tensor.cuda = lambda self, *_, **__: self
+    tensors: Any = torch.Tensor
+    tensors.cuda = lambda self, *_, **__: self
     model_runner.torch = wedlm_decoder.torch = _TorchOnCPU()
     attention.store_kvcache = _write_slots
     attention.flash_attn_varlen_func = _attend_pages
@@ -191,10 +193,10 @@ def _attend_pages(
         source = pages * k.shape[1] + key % k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     seen = key <= (keys - queries)[:, None, None] + query[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q[place], k[source], v[source]))
     out = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q[place], k[source], v[source])), attn_mask=seen[:, None], scale=softmax_scale,
-        enable_gqa=True,
-    )  # fmt: skip
+        q, k, v, attn_mask=seen[:, None], scale=softmax_scale, enable_gqa=True
+    )
     return out.transpose(1, 2)[real]
 
 
