@@ -11,22 +11,20 @@ where it is known the data sheet's stands beside it. Forwards run in a loop on t
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import statistics
 
 import jax
 import jax.numpy as jnp
 import tyro
 
 from benchmarks import shapes
-from benchmarks.side_by_side import machine, print_table, side_by_side
+from benchmarks.side_by_side import machine, print_table
 from wedlm_jax.evals.roofline import forward_bytes
+from wedlm_jax.evals.row_cost import FORWARDS, Program, forward_program, in_turns
 from wedlm_jax.model.config import DType
-from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.model.parameters import init_params, transformer_from
-from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops.attention import Implementation
 
-FORWARDS = 8  # in a loop
 # Bytes per second, from the makers' data sheets, by what jax calls the device.
 BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
 
@@ -53,31 +51,19 @@ def main() -> None:
     model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
     params = jax.jit(lambda: init_params(model, 0))()
 
-    def forwards(params: dict[str, jax.Array], tokens_BW: jax.Array, cache: KVCache) -> Any:
-        transformer = transformer_from(model, params)
-        length = jnp.full(flags.rows, flags.context)
-        positions_BW = length[:, None] + jnp.arange(tokens_BW.shape[1])
-
-        def forward(_: Any, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-            tokens_BW, cache = carry
-            pattern = CachedWindow(length)
-            hidden, cache = transformer.hidden(tokens_BW, positions=positions_BW, pattern=pattern, cache=cache)
-            return jnp.argmax(transformer.logits(hidden), axis=-1), cache
-
-        return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BW, cache))
-
     copied = jnp.zeros(2**24 if jax.default_backend() == "cpu" else 2**29, jnp.bfloat16)
-    programs: dict[str, Any] = {"copy": (lambda x: x + 1, (copied,))}
+    copy = jax.jit(lambda x: x + 1)
+    programs: dict[int | str, Program] = {"copy": lambda: copy(copied)}
+    sizes = dict(rows=flags.rows, context=flags.context, allocated=flags.slots)
     for window in flags.windows:
-        cache = KVCache.zeros(model, flags.rows, flags.slots)
-        programs[str(window)] = forwards, (params, jnp.ones((flags.rows, window), int), cache)
-    measured = side_by_side(programs, flags.rounds)
+        programs[window] = forward_program(model, params, slots=window, **sizes)
+    seconds_of = {name: statistics.median(times) for name, times in in_turns(programs, flags.rounds).items()}
 
-    bandwidth = 2 * copied.nbytes / measured["copy"].seconds
+    bandwidth = 2 * copied.nbytes / seconds_of["copy"]
     sheet = BANDWIDTH.get(jax.devices()[0].device_kind)
     rows = []
     for window in flags.windows:
-        seconds = measured[str(window)].seconds / FORWARDS
+        seconds = seconds_of[window] / FORWARDS
         moved = forward_bytes(model, rows=flags.rows, context=flags.context + window)
         floor = moved / bandwidth
         of_sheet = f"{moved / sheet / seconds:.1%}" if sheet else ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.side_by_side import print_table
+from wedlm_jax.baselines.process import PAUSE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +43,6 @@ FIELDS = {
     "rms_norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-PAUSE = 0.3  # seconds between turns, in which threads that wait for work by spinning give up
 
 
 class Side:

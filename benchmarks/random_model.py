@@ -26,13 +26,18 @@ class Flags:
     seed: int = 0
 
 
+def random_model(shape: shapes.Name, like: Model, *, context: int, seed: int = 0) -> Model:
+    """Random float32 weights of a shape, with the tokenizer and the special ids of another model."""
+    config = shapes.shape(shape, max_position_embeddings=context)
+    params = jax.jit(lambda: init_params(config, seed))()
+    return Model(transformer_from(config, params), config, like.tokenizer, like.mask_token_id, like.eos_token_ids)
+
+
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    of = load(flags.tokenizer)
-    config = shapes.shape(flags.shape, max_position_embeddings=flags.context)
-    params = jax.jit(lambda: init_params(config, flags.seed))()
-    transformer = transformer_from(config, params)
-    save(Model(transformer, config, of.tokenizer, of.mask_token_id, of.eos_token_ids), flags.to, arch="qwen3")
+    save(
+        random_model(flags.shape, load(flags.tokenizer), context=flags.context, seed=flags.seed), flags.to, arch="qwen3"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import functools
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,11 @@ import tyro
 from flax import nnx
 
 from benchmarks import shapes
+from benchmarks.random_model import random_model
 from benchmarks.side_by_side import machine, print_table
 from wedlm_jax import DecodeConfig, Model, generate, load
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.decode.generation import Batch, bucket, make_request
 from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.selection import entropy, select_drafts
@@ -37,7 +38,7 @@ from wedlm_jax.decode.state import DecodeState, advance, emit
 from wedlm_jax.decode.window import feeding_widths, window_forward
 from wedlm_jax.evals.row_cost import FORWARDS, forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
-from wedlm_jax.model.parameters import init_params, params_of, transformer_from
+from wedlm_jax.model.parameters import params_of
 
 Part = Literal["curve", "allocated", "speed"]
 TASKS = ("word_problems", "counting")
@@ -72,16 +73,11 @@ class Steps:
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     model = load(flags.model, "float32")
-    models = {flags.model: model} | {name: random(name, model) for name in flags.shapes}
+    context = max(2048, model.config.max_position_embeddings)
+    models = {flags.model: model} | {name: random_model(name, model, context=context) for name in flags.shapes}
     print(f"{machine()}, medians of {flags.rounds}, float32\n")
     for part in flags.parts:
         {"curve": curve, "allocated": allocated, "speed": speed}[part](flags, models)
-
-
-def random(name: shapes.Name, like: Model) -> Model:
-    config = shapes.shape(name, max_position_embeddings=max(2048, like.config.max_position_embeddings))
-    params = jax.jit(lambda: init_params(config, 0))()
-    return dataclasses.replace(like, transformer=transformer_from(config, params), config=config, calibration=None)
 
 
 def curve(flags: Flags, models: dict[str, Model]) -> None:
@@ -197,33 +193,24 @@ def against_ar(
 
 def replay(batch: Batch, steps: Steps) -> DecodeState:
     """Verified decoding whose steps feed and accept what the recorded ones did."""
-    padded = np.zeros((2, 64), np.int32)
-    padded[:, : len(steps.lead)] = steps.lead, steps.emitted
-    extra = np.zeros(64, np.int32)
-    extra[: len(steps.fed)] = np.array(steps.fed) - steps.lead
-    return _replay(
-        batch.program,
-        batch.params,
-        batch.state,
-        batch.settings,
-        jnp.asarray(padded),
-        jnp.asarray(extra),
-        len(steps.lead),
-    )
+    counts = np.array([steps.lead, steps.emitted, steps.fed])
+    padded = np.pad(
+        counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1]))
+    )  # so that few lengths are compiled
+    start = (batch.program, batch.params, batch.state, batch.settings)
+    return _replay(*start, jnp.asarray(padded), counts.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
 def _replay(
-    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, steps: jax.Array, masks: jax.Array,
-    count: jax.Array,
-) -> DecodeState:  # fmt: skip
+    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, counts: jax.Array, steps: jax.Array
+) -> DecodeState:
     transformer = nnx.merge(program.graph, params)
 
     def step(number: jax.Array, state: DecodeState) -> DecodeState:
         C, slots = state.window.shape[1], state.slots
-        lead, accepted, window_size = steps[0, number][None], steps[1, number][None], masks[number][None]
+        lead, accepted, fed = counts[:, number, None]
         state = dataclasses.replace(state, filled=slots < lead[:, None])
-        fed = window_size + lead
         state, reading = window_forward(
             transformer, state, settings, fed, slots < fed[:, None], widths=feeding_widths(C, 1), most_read=C,
             score=entropy,
@@ -235,10 +222,7 @@ def _replay(
         window = jnp.where(filling, reading.tokens, state.window)
         return advance(dataclasses.replace(state, window=window), kept)
 
-    def body(number: Any, state: DecodeState) -> DecodeState:
-        return step(number, state)
-
-    return jax.lax.fori_loop(0, count, body, state)
+    return jax.lax.fori_loop(0, steps, step, state)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from tests.evals.models import tiny_model
 from tests.hf.adapters import with_noise
 from wedlm_jax import calibrate, load, save, save_adapter
 from wedlm_jax.checkpoint import Base, Checkpoints, ModelFile
-from wedlm_jax.decode.calibration import FILE, Calibration
+from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
+from wedlm_jax.model.handle import CALIBRATION_FILE
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
 from wedlm_jax.optimizer import OptimizerConfig
@@ -78,7 +79,7 @@ def test_a_calibration_is_stored_beside_the_adapter(folder, monkeypatch):
     monkeypatch.setattr(calibrate, "measure", lambda *_: [found])
     flags = ["--data", "in.jsonl", "--max-disagreement", "0.01"]
     assert run(monkeypatch, "calibrate", "--model", "base", "--adapter", "adapter", *flags) == 0
-    assert not (folder / "base" / FILE).exists()
+    assert not (folder / "base" / CALIBRATION_FILE).exists()
     assert load("base", adapter="adapter").calibration == found
 
 

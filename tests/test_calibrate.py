@@ -8,7 +8,8 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
-from wedlm_jax.decode.calibration import FILE, Calibration, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import Calibration, read_calibration, write_calibration
+from wedlm_jax.model.handle import CALIBRATION_FILE
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -49,7 +50,7 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     call("--max-disagreement", "0.99")
     found = read_calibration(folder / "model")
     shown = capsys.readouterr().out
-    assert FILE in shown and found.window_size == 4 and found.max_disagreement == 0.99
+    assert CALIBRATION_FILE in shown and found.window_size == 4 and found.max_disagreement == 0.99
     assert found.entropy_threshold in calibrate.THRESHOLDS and found.distance_penalty in calibrate.PENALTIES
     model = load(folder / "model")
     assert model.calibration == found
@@ -96,7 +97,7 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
     assert exit.value.code == 2
     message = capsys.readouterr().err.splitlines()[-1]
     assert message.startswith("error: no tau and lambda") and "--decoder verified" in message
-    assert not (folder / "model" / FILE).exists()
+    assert not (folder / "model" / CALIBRATION_FILE).exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import Calibration, fingerprint, read_calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch
@@ -20,7 +20,7 @@ from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import is_hub_id, load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 
@@ -142,7 +142,8 @@ def _calibration(directory: Path, model: Model) -> Calibration | None:
     if calibration is None or calibration.weights == fingerprint(model):
         return calibration
     warnings.warn(
-        f"{directory / FILE} was measured on other weights than these (trained on since, or replaced), so it is not used; "
+        f"{directory / CALIBRATION_FILE} was measured on other weights than these "
+        "(trained on since, or replaced), so it is not used; "
         "measure again with python -m wedlm_jax.calibrate",
         stacklevel=3,
     )

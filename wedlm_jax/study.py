@@ -62,12 +62,7 @@ class Measure:
         return number if self.minus is None else number - self._of(self.minus, results, source)
 
     def _of(self, decoder: str | None, results: Mapping[str, Any], source: Path) -> float:
-        found = [results] if self.task is None else [
-            row for row in results["rows"] if (row["task"], row["label"]) == (self.task, decoder)
-        ]  # fmt: skip
-        if not found or found[0].get(self.field) is None:
-            raise UserError(f"{source}: holds no {self.label}; remove it, and the study evaluates again")
-        return float(found[0][self.field])
+        return float(_field(self.field, self.task, decoder, results, source, self.label))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +81,23 @@ class Curve:
         Raises:
           UserError: `results`, from the file `source`, does not hold them.
         """
-        found = [row for row in results["rows"] if (row["task"], row["label"]) == (self.task, self.decoder)]
-        if not found or found[0].get(self.field) is None:
-            raise UserError(f"{source}: holds no {self.label}; remove it, and the study evaluates again")
-        return [float(number) for number in found[0][self.field]]
+        return [float(number) for number in _field(self.field, self.task, self.decoder, results, source, self.label)]
 
     def mean(self, seeds: list[list[float]]) -> list[float]:
         """The mean at each place; a seed whose list is shorter counts as 0 there."""
         places = itertools.zip_longest(*seeds, fillvalue=0.0)
         return [statistics.fmean(numbers) for numbers in places]
+
+
+def _field(
+    name: str, task: str | None, decoder: str | None, results: Mapping[str, Any], source: Path, label: str
+) -> Any:
+    """A field of the row of `task` and `decoder`, or of the results themselves where there is no task."""
+    rows = [results] if task is None else results["rows"]
+    found = [row for row in rows if task is None or (row["task"], row["label"]) == (task, decoder)]
+    if not found or found[0].get(name) is None:
+        raise UserError(f"{source}: holds no {label}; remove it, and the study evaluates again")
+    return found[0][name]
 
 
 @dataclasses.dataclass(frozen=True)

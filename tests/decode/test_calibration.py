@@ -8,9 +8,10 @@ import json
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.calibration import FILE, Calibration, fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import Calibration, fingerprint, read_calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig, is_adapter_parameter
+from wedlm_jax.model.handle import CALIBRATION_FILE
 from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 
 from .models import config_of, tiny_model
@@ -23,7 +24,7 @@ FOUND = Calibration(
 
 def test_what_is_written_is_read_back_and_nothing_is_there_without_a_file(tmp_path):
     assert read_calibration(tmp_path) is None
-    assert write_calibration(tmp_path, FOUND, tiny_model()) == tmp_path / FILE
+    assert write_calibration(tmp_path, FOUND, tiny_model()) == tmp_path / CALIBRATION_FILE
     found = read_calibration(tmp_path)
     assert found == FOUND and found.weights == fingerprint(tiny_model())
 
@@ -43,7 +44,7 @@ def test_what_is_written_is_read_back_and_nothing_is_there_without_a_file(tmp_pa
     ],
 )
 def test_a_file_that_is_not_ours_is_named_with_the_mend(tmp_path, content):
-    (tmp_path / FILE).write_text(content)
+    (tmp_path / CALIBRATION_FILE).write_text(content)
     with pytest.raises(UserError, match=r"decoding.json: not a calibration .* delete it, or write it anew") as raised:
         read_calibration(tmp_path)
     assert "\n" not in str(raised.value)

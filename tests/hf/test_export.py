@@ -93,6 +93,13 @@ def test_an_earlier_export_is_replaced_whole(tmp_path):
     load_hf(tmp_path / "out")
 
 
+def test_an_export_that_was_calibrated_is_replaced_with_its_calibration(tmp_path):
+    save_hf(load_hf(MODEL), tmp_path / "out")
+    (tmp_path / "out" / "decoding.json").write_text("{}")
+    save_hf(load_hf(MODEL), tmp_path / "out")
+    assert names(tmp_path / "out") == {"config.json", "generation_config.json", "model.safetensors"}
+
+
 def test_what_is_not_an_export_of_ours_is_not_replaced(copy_of, tmp_path):
     model = load_hf(MODEL)
     other = copy_of("qwen3_plain")

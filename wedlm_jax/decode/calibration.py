@@ -10,11 +10,9 @@ from pathlib import Path
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.model.adapter import split_adapter
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
-
-FILE = "decoding.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,7 @@ def read_calibration(directory: Path) -> Calibration | None:
     Raises:
       UserError: the file is not one of ours.
     """
-    file = directory / FILE
+    file = directory / CALIBRATION_FILE
     if not file.is_file():
         return None
     try:
@@ -83,7 +81,7 @@ def read_calibration(directory: Path) -> Calibration | None:
 
 def write_calibration(directory: Path, calibration: Calibration, model: Model) -> Path:
     """Writes the file, for the weights of `model`, and returns its path."""
-    file, weights = directory / FILE, fingerprint(model)
+    file, weights = directory / CALIBRATION_FILE, fingerprint(model)
     with writing(file):
         stamped = dataclasses.replace(calibration, weights=weights)
         file.write_text(json.dumps(dataclasses.asdict(stamped), indent=2) + "\n", encoding="utf-8")

@@ -21,18 +21,17 @@ from wedlm_jax.config_tree import from_json
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft
 from wedlm_jax.hf.config import read_json
-from wedlm_jax.hf.export import whole_directory
+from wedlm_jax.hf.export import require_free, whole_directory
 from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, write_file
 from wedlm_jax.hf.weight_map import Row, adapter_rows
-from wedlm_jax.model.adapter import AdapterConfig, Rows, Target
+from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.model.revision import revision
 from wedlm_jax.sharding import param_shardings
 
 FILE, WEIGHTS = "adapter.json", "adapter_model.safetensors"
-CALIBRATION = "decoding.json"  # of decode.calibration, which may lie beside them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +67,10 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     config, target = model.config, Path(path).absolute()
     if config.adapter is None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
-    _require_free(target)
+    written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE}
+    require_free(
+        target, written.__contains__, lambda directory: (directory / FILE).is_file(), "an adapter of wedlm_jax"
+    )
     params = params_of(model.transformer)
     (dtype,) = {params[row.ours].dtype.name for row in adapter_rows(config)}
     described = AdapterFile(
@@ -130,18 +132,13 @@ def _describe(directory: Path) -> AdapterFile | AdapterConfig:
         adapter = described.adapter
     except UserError as error:
         raise UserError(f"{ours}: {str(error).removeprefix('adapter.')}") from None
-    if of_peft is not None and (set(adapter.targets), *_without_targets(adapter)) != (
-        set(of_peft.targets),
-        *_without_targets(of_peft),
+    if of_peft is not None and of_peft != dataclasses.replace(
+        adapter, targets=tuple(target for target in TARGETS if target in adapter.targets)
     ):
         raise UserError(
             f"{directory}: {FILE} and {peft.FILE} describe two adapters; remove the one that is not this one's"
         )
     return described
-
-
-def _without_targets(adapter: AdapterConfig) -> tuple[int, float, str]:
-    return adapter.rank, adapter.alpha, adapter.rows
 
 
 def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
@@ -176,18 +173,6 @@ def _stored(row: Row, config: ModelConfig, array: jax.Array) -> list[TensorToWri
         TensorToWrite(name, row.hf_shape(config), held.dtype, lambda part=part: row.to_hf(part, config))  # type: ignore[misc]
         for name, part in zip(row.names(config), layers, strict=True)
     ]
-
-
-def _require_free(target: Path) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise UserError(f"{target}: is a file; name a directory")
-    names = {entry.name for entry in target.iterdir()}
-    if names and (FILE not in names or names - {FILE, WEIGHTS, peft.FILE, CALIBRATION}):
-        foreign = sorted(names - {FILE, WEIGHTS, peft.FILE, CALIBRATION})
-        why = f"holds {foreign[0]}" if foreign else f"has no {FILE}"
-        raise UserError(f"{target}: not empty and {why}, so it is not replaced; choose another directory or remove it")
 
 
 def _write_json(file: Path, value: dict) -> None:

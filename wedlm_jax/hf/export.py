@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.merging import merged
 from wedlm_jax.model.parameters import params_of, transformer_from
 
@@ -41,7 +41,7 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
     model = dataclasses.replace(model, config=config, transformer=transformer_from(config, params))
     require_fit(config, arch)
     target = Path(path).absolute()
-    _require_free(target)
+    require_free(target, _is_written, _is_export, "an export of wedlm_jax")
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
@@ -114,20 +114,35 @@ def _source_json(model: Model, name: str) -> dict[str, Any]:
     return read_json(file) if file is not None and file.is_file() else {}
 
 
-def _require_free(target: Path) -> None:
+def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Callable[[Path], bool], what: str) -> None:
+    """Refuses a directory that may not be replaced.
+
+    Args:
+      is_written: whether we write a file of that name there.
+      is_ours, what: whether a directory that is not empty is one of ours, and what it then is.
+
+    Raises:
+      UserError: it is a file, holds a file of another, or is not ours.
+    """
     if not target.exists():
         return
     if not target.is_dir():
         raise UserError(f"{target}: is a file; name a directory")
-    names = [entry.name for entry in target.iterdir()]
-    if not names:
-        return
-    written = {"config.json", "generation_config.json", INDEX_FILE, *TOKENIZER_FILES}
-    foreign = sorted(name for name in names if name not in written and not re.fullmatch(r"model.*\.safetensors", name))
-    ours = "config.json" in names and read_json(target / "config.json").get("exported_by") == EXPORTER
-    if foreign or not ours:
-        why = f"holds {foreign[0]}" if foreign else "is not an export of wedlm_jax"
+    names = sorted(entry.name for entry in target.iterdir())
+    foreign = [name for name in names if not is_written(name)]
+    if foreign or (names and not is_ours(target)):
+        why = f"holds {foreign[0]}" if foreign else f"is not {what}"
         raise UserError(f"{target}: not empty and {why}, so it is not replaced; choose another directory or remove it")
+
+
+def _is_written(name: str) -> bool:
+    written = {"config.json", "generation_config.json", INDEX_FILE, CALIBRATION_FILE, *TOKENIZER_FILES}
+    return name in written or re.fullmatch(r"model.*\.safetensors", name) is not None
+
+
+def _is_export(directory: Path) -> bool:
+    file = directory / "config.json"
+    return file.is_file() and read_json(file).get("exported_by") == EXPORTER
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
 from wedlm_jax.model.transformer import Transformer
 
+CALIBRATION_FILE = "decoding.json"  # beside the weights, or beside the adapter
+
 
 @dataclasses.dataclass
 class Model:
