@@ -1,22 +1,49 @@
-"""The quickstart with several training seeds: what it reaches, and how far seeds differ.
+"""The quickstart with several training seeds: the base, all of its parameters adapted, an adapter beside it, prompt lookup.
 
     python -m benchmarks.quickstart_seeds --seeds 0 1 2
 
-Trains base and adaptation for every seed under runs/seeds/SEED (what is finished there is kept), evaluates each, and
-prints one Markdown row for every decoder and task with the value of each seed. About nine minutes a seed on two CPU cores.
+For every seed trains what is missing under runs/seeds/SEED (base, adapted, adapter), decodes the held-out problems with each
+and counts whose text is that of the base's AR decoding, and prints one Markdown table. What is finished is kept, the measured
+rows (SEED/decoded.json) too. About 12 minutes of training and 2 of decoding a seed, on two CPU cores.
+
+A cell is the mean over the seeds with Student's 95 % interval for it, which is wide for three seeds and says nothing about
+other problems. Training seconds are the steps at the median rate of the run's log: without compiling, starting and saving.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
+from scipy.stats import t as student
+
+from benchmarks.side_by_side import machine
+from wedlm_jax.checkpoint import saved_steps
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.evals.sweep import Row, Setting, sweep
+from wedlm_jax.evals.tasks import task
+from wedlm_jax.evaluate import load_exact
+from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.parameters import params_of
+
+# Folder of a seed -> the experiment that is trained there; those behind the first start from it.
+EXPERIMENTS = {"base": "quickstart_base", "adapted": "quickstart", "adapter": "quickstart_adapter"}
+AR = "AR: the base"
+AR_ADAPTED = "AR: all parameters adapted"
+SHOWN = {  # label -> the folder whose training it needs
+    AR: None,
+    "prompt lookup: the base": None,
+    "verified: all parameters adapted": "adapted",
+    "verified: an adapter beside the base": "adapter",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,45 +52,118 @@ class Flags:
     """Training seeds; the held-out problems are the same for all."""
     folder: Path = Path("runs/seeds")
     """Where the runs go."""
+    limit: int = 200
+    """Problems a task at most."""
+    again: bool = False
+    """Decode again although it was done: the machine is idle now."""
 
 
-def command(*arguments: str) -> float:
-    """Runs one command of wedlm_jax; its wall-clock seconds."""
-    print("$ python -m", *arguments, flush=True)
-    begun = time.perf_counter()
-    subprocess.run([sys.executable, "-m", *arguments], check=True)
-    return time.perf_counter() - begun
+def finished(workdir: Path) -> bool:
+    steps = saved_steps(workdir)
+    return bool(steps) and steps[-1] >= Experiment.load(workdir).train.steps
 
 
-def run_seed(seed: int, folder: Path) -> list[dict[str, Any]]:
-    """The rows of one seed's results table."""
-    base, adapted = folder / str(seed) / "base", folder / str(seed) / "adapted"
-    train = ("wedlm_jax.train", "--exp")
-    seconds = {
-        "base": command(*train, "quickstart_base", "--workdir", str(base), f"train.seed={seed}"),
-        "adapted": command(*train, "quickstart", "--workdir", str(adapted), f"train.seed={seed}", f"init_from={base}"),
-        "evaluation": command("wedlm_jax.evaluate", "--exp", "quickstart", "--workdir", str(adapted)),
-    }
-    print(f"seed {seed}: " + ", ".join(f"{name} {value:.0f} s" for name, value in seconds.items()), flush=True)
-    return json.loads((adapted / "evaluation" / "results.json").read_text())["rows"]
+def train(seed: int, folder: Path) -> None:
+    """What is missing of one seed, each by the command that one would type."""
+    for name, experiment in EXPERIMENTS.items():
+        if finished(folder / name):
+            continue
+        arguments = ["wedlm_jax.train", "--exp", experiment, "--workdir", str(folder / name), f"train.seed={seed}"]
+        arguments += [] if name == "base" else [f"init_from={folder / 'base'}"]
+        print("$ python -m", *arguments, flush=True)
+        subprocess.run([sys.executable, "-m", *arguments], check=True)
+
+
+def training_seconds(workdir: Path) -> float:
+    """Of all steps, at the median rate of the log."""
+    config = Experiment.load(workdir).train
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    tokens = [line["tokens"] for line in lines if "tokens" in line]  # of the logged step
+    return config.steps * statistics.fmean(tokens) / statistics.median(rates)
+
+
+def decode(folder: Path, limit: int) -> list[dict[str, Any]]:
+    """The rows of one seed, decoders as the experiments' evaluation sections say."""
+    models = {name: load_exact(str(folder / name)) for name in EXPERIMENTS}
+    full, beside = (load_experiment(EXPERIMENTS[name]).evaluation for name in ("adapted", "adapter"))
+    settings = [
+        Setting(AR, "base", full.autoregressive),
+        Setting(AR_ADAPTED, "adapted", full.autoregressive),
+        *(
+            Setting(label, weights or "base", config)
+            for (label, weights), config in zip(
+                list(SHOWN.items())[1:], (full.lookup, full.verified, beside.verified), strict=True
+            )
+        ),
+    ]
+    tasks = [(task(name), task(name).problems(limit, full.seed)) for name in full.tasks]
+    rows, completions = sweep(models, settings, tasks, batch_size=full.batch_size)
+    adapter, base = (params_of(models[name].transformer) for name in ("adapter", "base"))
+    trained = {"adapted": base, "adapter": split_adapter(adapter)[1]}
+
+    def of_row(row: Row) -> dict[str, Any]:
+        of_base = completions[row.task, AR]
+        ar = next(r for r in rows if (r.task, r.label) == (row.task, AR if row.weights != "adapted" else AR_ADAPTED))
+        needs = SHOWN.get(row.label)
+        return dataclasses.asdict(row) | {
+            # An adapter's AR is its base's.
+            "speedup_over_ar": row.tokens_per_second / ar.tokens_per_second,
+            "same_text": sum(map(same_text, completions[row.task, row.label], of_base)),
+            "trained": 0 if needs is None else sum(x.size for x in trained[needs].values()),
+            "training_seconds": 0.0 if needs is None else training_seconds(folder / needs),
+        }
+
+    return [of_row(row) for row in rows]
+
+
+def same_text(one: Completion, other: Completion) -> bool:
+    return one.ids == other.ids
+
+
+def mean(values: Sequence[float], form: str, most: float = float("inf")) -> str:
+    """With Student's 95 % interval, cut at 0 and `most`."""
+    middle = statistics.fmean(values)
+    if len(values) < 2 or not (spread := statistics.stdev(values)):
+        return format(middle, form)
+    half = float(student.ppf(0.975, len(values) - 1)) * spread / len(values) ** 0.5
+    return f"{middle:{form}} ({max(middle - half, 0):{form}}-{min(middle + half, most):{form}})"
+
+
+def line_of(rows: Sequence[dict[str, Any]]) -> str:
+    """A line of the table, of one task and decoder: a row of each seed."""
+
+    def cell(key: str, form: str, scale: float = 1.0, most: float = float("inf")) -> str:
+        return mean([scale * row[key] for row in rows], form, most)
+
+    trained, same = rows[0]["trained"], [f"{row['same_text']}" for row in rows]
+    costs = (f"{trained / 1e6:.2f}M", cell("training_seconds", ".0f")) if trained else ("-", "-")
+    cells = (
+        rows[0]["task"].replace("_", " "), rows[0]["label"], cell("accuracy", ".0f", 100, 100), cell("tokens_per_forward", ".2f"),
+        cell("speedup_over_ar", ".2f"), f"{' / '.join(same)} of {rows[0]['n']}", *costs,
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    by_seed = [run_seed(seed, flags.folder) for seed in flags.seeds]
-    print(f"\nseeds {', '.join(map(str, flags.seeds))}, n = {by_seed[0][0]['n']} held-out problems a task\n")
-    print("| task | decoder | exact match, % | tokens per forward | p_cache | speed-up over AR | equal to AR |")
-    print("|---|---|---|---|---|---|---|")
+    by_seed = []
+    for seed in flags.seeds:
+        folder = flags.folder / str(seed)
+        train(seed, folder)
+        kept = folder / "decoded.json"
+        if flags.again or not kept.exists():
+            print(f"seed {seed}: decoding", flush=True)
+            kept.write_text(json.dumps(decode(folder, flags.limit), indent=2) + "\n")
+        by_seed.append(json.loads(kept.read_text()))
+    print(f"\n{machine()}; training seeds {', '.join(map(str, flags.seeds))}: mean (Student's 95 % interval)\n")
+    print(
+        "| task | decoder: weights | exact match, % | tokens per forward | wall-clock, AR of the same weights = 1 "
+        "| text of the base's AR | trained parameters | training, s |\n|---|---|---|---|---|---|---|---|"
+    )
     for rows in zip(*by_seed, strict=True):
-        first = rows[0]
-
-        def cells(key: str, form: str, scale: float = 1.0, rows: tuple[dict[str, Any], ...] = rows) -> str:
-            return " / ".join("-" if row[key] is None else format(scale * row[key], form) for row in rows)
-
-        print(
-            f"| {first['task']} | {first['label']} | {cells('accuracy', '.0f', 100)} | {cells('tokens_per_forward', '.2f')} "
-            f"| {cells('p_cache', '.2f')} | {cells('speedup_over_ar', '.2f')} | {cells('equal_to_ar', '.0f')} |"
-        )
+        if rows[0]["label"] in SHOWN:
+            print(line_of(rows))
 
 
 if __name__ == "__main__":
