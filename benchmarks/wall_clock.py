@@ -33,12 +33,13 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import Batch, bucket, make_request
 from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.decode.selection import entropy, select_drafts
+from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, advance, emit
 from wedlm_jax.decode.window import feeding_widths, window_forward
 from wedlm_jax.evals.row_cost import FORWARDS, forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.ops.categorical import entropy
 
 Part = Literal["curve", "allocated", "speed"]
 TASKS = ("word_problems", "counting")

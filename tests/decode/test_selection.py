@@ -12,7 +12,8 @@ import pytest
 from wedlm_jax import DecodeConfig
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.sampling import filter_logits, sample
-from wedlm_jax.decode.selection import RULES, entropy, select_by_confidence, select_by_entropy, select_drafts
+from wedlm_jax.decode.selection import RULES, select_by_confidence, select_by_entropy, select_drafts
+from wedlm_jax.ops.categorical import entropy
 
 from .oracle import sampler_units
 

@@ -7,10 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.selection import confidence, select_by_confidence
+from wedlm_jax.decode.selection import select_by_confidence
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.ops.categorical import confidence
 
 
 def blockwise_step(

@@ -11,10 +11,11 @@ import dataclasses
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.selection import entropy, passing
+from wedlm_jax.decode.selection import passing
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.ops.categorical import entropy
 
 
 def fallback_step(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.ops.categorical import likeliest
 
 
 def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> jax.Array:
@@ -27,7 +28,7 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     vocabulary = jnp.arange(logits.shape[-1])
     banned = settings.ban_mask[:, None] & (vocabulary[None, :] == settings.mask_token_id[:, None])
     logits = jnp.where(banned[:, None, :], -jnp.inf, logits)
-    greedy = jnp.argmax(logits, axis=-1)
+    greedy = likeliest(logits)
 
     def draw() -> jax.Array:
         def noise(key: jax.Array, row_positions: jax.Array) -> jax.Array:
@@ -38,10 +39,10 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
         # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
         relative = logits - jnp.max(logits, axis=-1, keepdims=True)
         filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
-        drawn = jnp.argmax(filtered + jax.vmap(noise)(settings.key, positions), axis=-1)
+        drawn = likeliest(filtered + jax.vmap(noise)(settings.key, positions))
         return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
 
-    return jax.lax.cond(jnp.any(settings.temperature > 0), draw, lambda: greedy).astype(jnp.int32)
+    return jax.lax.cond(jnp.any(settings.temperature > 0), draw, lambda: greedy)
 
 
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

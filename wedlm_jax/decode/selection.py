@@ -8,17 +8,6 @@ import jax
 import jax.numpy as jnp
 
 
-def entropy(logits: jax.Array) -> jax.Array:
-    """Entropy in nats [...] of softmax(logits [..., V])."""
-    log_p = jax.nn.log_softmax(logits, axis=-1)
-    return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-
-
-def confidence(logits: jax.Array) -> jax.Array:
-    """Probability [...] of the likeliest token by logits [..., V]."""
-    return jnp.max(jax.nn.softmax(logits, axis=-1), axis=-1)
-
-
 def adjusted_entropy(entropies: jax.Array, masked: jax.Array, distance_penalty: jax.Array) -> jax.Array:
     """Eq. 11: H + lambda * d, d the number of slots right of the leftmost mask; inf where there is no mask."""
     distance = jnp.arange(masked.shape[1])[None, :] - jnp.argmax(masked, axis=1)[:, None]

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from wedlm_jax.decode.auto_window import next_rung, rung_in_play, window_in_play
 from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
-from wedlm_jax.decode.selection import entropy, select_drafts
+from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.ops.categorical import entropy
 
 
 def verified_step(

@@ -12,6 +12,7 @@ from flax import nnx
 
 from wedlm_jax.decode.generation import bucket
 from wedlm_jax.model.handle import Model
+from wedlm_jax.ops.categorical import likeliest
 
 
 def disagreements(model: Model, prompt: Sequence[int], ids: Sequence[int], mask_token_id: int | None = None) -> int:
@@ -40,4 +41,4 @@ def _likeliest(
     transformer = nnx.merge(graph, params)
     hidden_1LD = transformer.hidden(tokens_1L, positions=jnp.arange(tokens_1L.shape[1])[None])
     logits_nV = transformer.logits(hidden_1LD[:, places])[0]
-    return jnp.argmax(jnp.where(jnp.arange(logits_nV.shape[-1]) == banned, -jnp.inf, logits_nV), axis=-1)
+    return likeliest(jnp.where(jnp.arange(logits_nV.shape[-1]) == banned, -jnp.inf, logits_nV))

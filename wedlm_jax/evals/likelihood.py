@@ -19,6 +19,7 @@ from wedlm_jax.diffusion.dual_stream import build_dual_stream
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.patterns import Causal, DualStream
+from wedlm_jax.ops.categorical import likeliest
 
 MASK_RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -167,5 +168,5 @@ def _recovered(
     hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
     losses = transformer.token_losses(hidden, targets, masked)
     # The logits of one row at a time.
-    likeliest = jax.lax.map(lambda row: jnp.argmax(transformer.logits(row), axis=-1), hidden)
-    return jnp.stack([jnp.sum(losses), jnp.sum(masked & (likeliest == targets)), jnp.sum(masked)])
+    guesses = jax.lax.map(lambda row: likeliest(transformer.logits(row)), hidden)
+    return jnp.stack([jnp.sum(losses), jnp.sum(masked & (guesses == targets)), jnp.sum(masked)])

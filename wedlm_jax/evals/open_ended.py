@@ -17,12 +17,12 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import CodeFile
 from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.decode.selection import entropy
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, sweep
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
+from wedlm_jax.ops.categorical import entropy
 
 LEVELS = ("low", "medium", "high")  # thirds of the prompts by their mean entropy
 REPEATED = 4  # n of the n-grams that count as repetition
