@@ -4,8 +4,9 @@
 
 Trains adapters beside the quickstart's base, 300 steps for each setting (one training seed), and decodes held-out word problems
 and counting (n = 200 each) by verified decoding: tokens per forward, and the share of forwards that accepted
-the draft 1, 2, ... slots ahead. The text is the base's in every arm, so nothing else can differ. One field differs from
-`quickstart_adapter` in each arm. A stopped study goes on where it was. Table and plot land in runs/adapter_ablations.
+the draft 1, 2, ... slots ahead. The decoded text is the base's in every arm, so nothing else can differ. One field differs from
+`quickstart_adapter` in each arm, two where the base wrote the training text and its distribution is the target. A stopped study
+goes on where it was. Table and plot land in runs/adapter_ablations.
 """
 
 import dataclasses
@@ -15,16 +16,20 @@ from wedlm_jax.experiment import Curve, Experiment, Measure, Stage, Study, load_
 STEPS = 300
 BASE = Stage("quickstart_base")
 RANKS = (4, 8, 16, 32, 64)
+SELF_GENERATED = 4000  # training prompts that the base answers itself: as many documents as 300 steps read
 
 
 def adapter_ablations() -> Study:
     default = load_experiment("quickstart_adapter")
     assert default.adapter is not None
     targets = {"data": "targets: the data", "distill": "targets: what the base says there"}
+    own_text = f"data.self_generated.num_prompts={SELF_GENERATED}"
     here = default.objective.targets
     changes: dict[str, tuple[str, ...]] = {
         f"quickstart_adapter ({targets[here]}, rank {default.adapter.rank})": (),
         **{label: (f"objective.targets={name}",) for name, label in targets.items() if name != here},
+        "targets: self-generated text": (own_text, "objective.targets=data"),
+        "self-generated text, and what the base says there": (own_text, "objective.targets=distill"),
         "uniform mask ratios alone": ("objective.fully_masked=0", "objective.suffix_masked=0"),
         "no suffix-masked blocks": ("objective.suffix_masked=0",),
         "no fully masked blocks": ("objective.fully_masked=0",),

@@ -17,6 +17,7 @@ from tests.decode import test_stream as decode_stream
 from tests.decode.test_invariants import FIELDS as DECODE
 from tests.model.test_adapter import CHANGES as ADAPTER
 from tests.model.test_config_fields import CHANGES as MODEL
+from tests.test_self_generation import CHANGES as SELF_GENERATED
 from tests.test_train_fields import CHANGES as TRAIN
 from tests.test_train_fields import configs
 from tests.test_train_step import OBJECTIVE
@@ -24,7 +25,7 @@ from tests.tiny_training import EXPERIMENT
 from tests.tiny_training import MODEL as SHAPE
 from wedlm_jax import evaluate, workdir
 from wedlm_jax.config_tree import sections_of
-from wedlm_jax.data.config import DataConfig, SourceConfig, WeightedSource
+from wedlm_jax.data.config import DataConfig, SelfGenerated, SourceConfig, WeightedSource
 from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.config import DecodeConfig
@@ -45,6 +46,7 @@ TABLES = {
     SourceConfig: DATA | DATA_ELSEWHERE,
     WeightedSource: DATA | DATA_ELSEWHERE,
     DataConfig: DATA | DATA_ELSEWHERE,
+    SelfGenerated: SELF_GENERATED,
     TrainConfig: TRAIN,
     DecodeConfig: DECODE | {"stop": decode_stream.test_a_stop_string_ends_the_row_and_is_dropped},
     ObjectiveConfig: OBJECTIVE,

@@ -27,7 +27,7 @@ FLOORS = (
     {"experiment"},
     {"workdir"},
     {"__init__", "generate", "chat"},  # the public surface
-    {"ahead_of_time"},
+    {"ahead_of_time", "self_generation"},
     {"train", "evaluate", "bench", "tradeoff", "cacheability", "open_ended", "convert", "calibrate", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -29,7 +29,7 @@ from wedlm_jax.config_tree import (
     unknown_field,
     validated,
 )
-from wedlm_jax.data.config import DataConfig, WeightedSource
+from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
@@ -52,6 +52,7 @@ __all__ = [
     "ModelOverrides",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "SelfGenerated",
     "Stage",
     "Study",
     "TokenizerConfig",
@@ -340,9 +341,7 @@ def _call(path: Path, function: str) -> Experiment | Study:
     except SyntaxError as error:
         raise UserError(f"{error.filename}:{error.lineno}: {error.msg}") from None
     except Exception as error:
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path.absolute()
-        ]
+        frames = [at for at in traceback.extract_tb(error.__traceback__) if Path(at.filename) == path.absolute()]
         line = frames[-1].lineno if frames else 1
         raise UserError(f"{path}:{line}: {type(error).__name__}: {error}") from None
     if not isinstance(experiment, (Experiment, Study)):

@@ -27,6 +27,7 @@ from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
 from wedlm_jax.pretrained import base_params
+from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
@@ -106,8 +107,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     if config.wandb is not None and is_main():
         require_wandb(config.wandb)
 
-    # Devices, model, tokenizer, data. A resumed run reads model and tokenizer from its workdir alone, but for the base of an
-    # adapter: that is read where it was found at first.
+    # Devices, model, tokenizer, data. A resumed run reads model, tokenizer and self-generated text from its workdir alone, but
+    # for the base of an adapter: that is read where it was found at first.
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
     initial = load_initial(experiment, mesh) if not resumed and experiment.init_from else None
@@ -117,8 +118,13 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     barrier("the workdir is prepared")
     model_file = ModelFile.read(workdir)
     tokenizer = tokenizer_of(workdir)
+    data = experiment.data
+    if data.self_generated is not None:
+        if not resumed and initial is None:
+            raise UserError(f"{experiment.name} learns from text that init_from writes; name that model as init_from")
+        data = self_generated_data(experiment, workdir, initial, tokenizer)
     stream = batches(
-        experiment.data, tokenizer, objective.block_size, config.batch_size, config.seed,
+        data, tokenizer, objective.block_size, config.batch_size, config.seed,
         process_index=jax.process_index(), process_count=jax.process_count(),
     )  # fmt: skip
     settings = experiment.step_settings(model_file.config, model_file.mask_token_id)

@@ -13,8 +13,9 @@ import pytest
 from tests.data.test_sources import tfds_dataset
 from tests.data.tiny import chat, config_of, digest, sentence, stream, tokenizer, write_lines
 from tests.tiny_training import EXPERIMENT
-from wedlm_jax.data.config import DataConfig, SourceConfig, WeightedSource
+from wedlm_jax.data.config import DataConfig, SelfGenerated, SourceConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.prompts import leading_prompts
 from wedlm_jax.experiment import Experiment
 
 CHATS = [chat(number, 1 + number % 3) for number in range(30)]
@@ -78,6 +79,7 @@ ELSEWHERE = {
     "subset": "test_subset_reaches_the_library",
     "on_bad_record": "test_on_bad_record",
     "num_workers": "test_num_workers",
+    "self_generated": "test_self_generated",
 }
 
 
@@ -112,6 +114,13 @@ def test_on_bad_record(folder):
     documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="error"), tokenizer(), 0, "train")
     with pytest.raises(ValueError, match="bad.jsonl:31"):
         [documents[i] for i in range(31)]
+
+
+def test_self_generated(folder):
+    """Its own fields are tried in tests/test_self_generation.py; here only that the replies are no longer needed."""
+    own = config_of(folder / "chat.jsonl", self_generated=SelfGenerated(num_prompts=3))
+    assert len(leading_prompts(own, tokenizer(), 0)) == 3
+    assert len(leading_prompts(dataclasses.replace(own, self_generated=SelfGenerated()), tokenizer(), 0)) == len(CHATS)
 
 
 def test_num_workers(folder, monkeypatch):

@@ -46,6 +46,11 @@ def main() -> None:
     if flags.samples < 0 or flags.documents < 1:
         raise UserError("--samples must be at least 0 and --documents at least 1")
     experiment = load_experiment(flags.exp, flags.overrides)
+    if experiment.data.self_generated is not None:
+        raise UserError(
+            "data.self_generated: its text is written when the training begins, into WORKDIR/self_generated; show it with "
+            "data.self_generated=none data.source=completions data.path=WORKDIR/self_generated/completions.jsonl"
+        )
     tokenizer = find_tokenizer(experiment)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inspection = inspect(

@@ -43,11 +43,10 @@ def from_messages(
             what is learned is not what was said.
         UserError: a tokenizer without template or end token.
     """
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
-        )
+    _require_template(tokenizer)
     end = end_token_id(tokenizer)
+    if not messages or messages[-1]["role"] != "assistant":
+        raise BadRecord("the last message must be the assistant's; add its reply")
     _check(messages, tokenizer)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on_turns == "last":
@@ -89,9 +88,32 @@ def from_messages(
     )
 
 
+def prompt_of(
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None = None
+) -> list[int]:
+    """Token ids of the prompt for the last reply of a conversation, as a decoder is given them; of one that ends without a
+    reply, for the next one.
+
+    Raises:
+        BadRecord: no message is left, a message holds a control token, or the template refuses it.
+        UserError: a tokenizer without template.
+    """
+    _require_template(tokenizer)
+    before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
+    if not before:
+        raise BadRecord("nothing is before the reply, so there is no prompt")
+    _check(before, tokenizer)
+    return encode_with_control_tokens(tokenizer, _render(tokenizer, before, tools, generation_prompt=True))
+
+
+def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
+        )
+
+
 def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
-    if not messages or messages[-1]["role"] != "assistant":
-        raise BadRecord("the last message must be the assistant's; add its reply")
     control = [token for token in tokenizer.all_special_tokens if token]
     for number, message in enumerate(messages):
         content = message["content"]

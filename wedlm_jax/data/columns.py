@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from wedlm_jax.data.config import SourceConfig
-from wedlm_jax.data.records import BadRecord, Chat, Completion, Record, Text
+from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text
 from wedlm_jax.errors import UserError
 
 Kind = Literal["text", "messages", "completion"]
@@ -59,6 +59,8 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
 
 def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     """Raises `BadRecord`: a column is missing, or its value is not what it should be."""
+    if config.source == "completions":
+        return _decoded_reply(fields)
     kind, columns = choose_columns(config, fields)
     values = [_plain(fields[column]) for column in columns]
     if kind == "messages":
@@ -70,6 +72,17 @@ def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     if config.plain_prompt:
         return Completion(*texts)
     return Chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}])
+
+
+def _decoded_reply(fields: Mapping[str, Any]) -> DecodedReply:
+    for name in ("prompt_ids", "ids"):
+        value = fields.get(name)
+        if not isinstance(value, list) or not value or any(type(token) is not int for token in value):
+            raise BadRecord(f"{name} is no list of token ids (there are: {_listed(fields)})")
+    reason = fields.get("finish_reason")
+    if reason not in ("stop", "length"):
+        raise BadRecord(f"finish_reason is {reason!r}, and not stop or length")
+    return DecodedReply(fields["prompt_ids"], fields["ids"], reason == "stop")
 
 
 def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> list[str]:

@@ -9,13 +9,22 @@ from typing import Literal
 from wedlm_jax.errors import UserError
 
 SourceName = Literal[
-    "quickstart_tasks", "stdlib_code", "chat", "text", "tokens", "tfds", "parquet", "hf_dataset", "mixture"
+    "quickstart_tasks",
+    "stdlib_code",
+    "chat",
+    "text",
+    "tokens",
+    "tfds",
+    "parquet",
+    "hf_dataset",
+    "completions",
+    "mixture",
 ]
 
 _TABLES = ("tfds", "parquet", "hf_dataset")
 # The sources that read a field; set with any other source, it is an error and not silently without effect.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
-    "path": ("stdlib_code", "chat", "text", "tokens", *_TABLES),
+    "path": ("stdlib_code", "chat", "text", "tokens", "completions", *_TABLES),
     "subset": ("hf_dataset",),
     "dataset_split": ("tfds", "hf_dataset"),
     "text_column": ("text", *_TABLES),
@@ -26,7 +35,8 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "document_end_id": ("tokens",),
     "mixture": ("mixture",),
 }
-_NEED_PATH = ("chat", "text", "tokens", *_TABLES)
+_NEED_PATH = ("chat", "text", "tokens", "completions", *_TABLES)
+_HAVE_NO_PROMPTS = ("stdlib_code", "text", "tokens", "completions")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +93,24 @@ class WeightedSource(SourceConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class SelfGenerated:
+    """Replies that the model of init_from writes by AR decoding to the prompts of the training documents, before training."""
+
+    num_prompts: int | None = None  # the first of the stream; None, or more than there are: those of one epoch
+    max_new_tokens: int = 512  # at most, and no more than its row has room for; what is cut is learned without an end
+    temperature: float = 0.0  # 0 = greedy
+    batch_size: int = 32  # prompts completed at once
+
+    def __post_init__(self) -> None:
+        for field in ("num_prompts", "max_new_tokens", "batch_size"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise UserError(f"data.self_generated.{field}={value} must be at least 1")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"data.self_generated.temperature={self.temperature} must be a number of at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig(SourceConfig):
     """Where documents come from and how they fill rows.
 
@@ -90,6 +118,7 @@ class DataConfig(SourceConfig):
     """
 
     mixture: tuple[WeightedSource, ...] = ()
+    self_generated: SelfGenerated | None = None  # in place of the replies of the training documents; None: as they are
     held_out_share: float | None = (
         None  # of the documents, by hash; None is 0.02; the two built-in sources have their own
     )
@@ -124,6 +153,11 @@ class DataConfig(SourceConfig):
                     raise UserError(f"data.mixture[{number}] is a mixture itself; list its sources here")
                 part.check(f"data.mixture[{number}]")
             parts = self.mixture
+        if self.self_generated and (without := [p.source for p in parts if p.source in _HAVE_NO_PROMPTS]):
+            raise UserError(
+                f"data.self_generated is set, but data.source={without[0]} has no prompts; use conversations, or prompts "
+                "with completions"
+            )
         if self.held_out_share is not None and (own := [p.source for p in parts if p.source in _SPLIT_THEMSELVES]):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
         return parts

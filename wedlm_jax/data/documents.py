@@ -13,8 +13,15 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.chat import from_messages
 from wedlm_jax.data.config import DataConfig
-from wedlm_jax.data.examples import Example, check_mask, end_token_id, from_completion, from_tokens
-from wedlm_jax.data.records import BadRecord, Chat, Completion, Record, Text
+from wedlm_jax.data.examples import (
+    Example,
+    check_mask,
+    end_token_id,
+    from_completion,
+    from_tokens,
+    label_completion,
+)
+from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text
 from wedlm_jax.data.sources import open_source
 from wedlm_jax.data.split import Split, content_of, split_by_hash
 from wedlm_jax.data.tokenizer import encode_text
@@ -90,6 +97,14 @@ class Documents:
                 num_end_tokens=config.num_end_tokens, document_id=_id(index),
             )  # fmt: skip
             return (self._whole(check_mask(example, some_prompt=True)),)
+        if isinstance(record, DecodedReply):
+            tokens = [*record.prompt_ids, *record.ids]
+            _check_tokens(np.array(tokens), len(tokenizer))
+            example = label_completion(
+                tokens, len(record.prompt_ids), document_id=_id(index), end_token_id=end_token_id(tokenizer),
+                num_end_tokens=config.num_end_tokens if record.stopped else 0,
+            )  # fmt: skip
+            return (self._whole(example),)
         if isinstance(record, Text):
             if not record.text:
                 raise BadRecord("the text is empty")

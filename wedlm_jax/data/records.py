@@ -37,7 +37,16 @@ class Tokens:
     document_end_id: int | None = None  # documents are cut after it
 
 
-Record = Text | Completion | Chat | Tokens
+@dataclasses.dataclass(frozen=True)
+class DecodedReply:
+    """A prompt and what a decoder wrote after it, as the tokens that they were."""
+
+    prompt_ids: list[int]
+    ids: list[int]  # with the stop id
+    stopped: bool  # by a stop id, and not by its length
+
+
+Record = Text | Completion | Chat | Tokens | DecodedReply
 Raw = Any  # as read, before anything is parsed: bytes of a line or file, a dict of columns, an array
 
 

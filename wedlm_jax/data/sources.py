@@ -43,7 +43,7 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     """A source of the user's own data, of both splits; errors as above."""
     path = str(part.path)
     sources: Sequence[Source]
-    if part.source == "chat":
+    if part.source in ("chat", "completions"):
         sources = [JsonLines(file, part) for file in find_files(path, ENDINGS)]
     elif part.source == "text":
         sources = [

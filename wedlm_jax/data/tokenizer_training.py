@@ -36,7 +36,7 @@ def _texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
             yield problem.prompt + problem.solution
     elif part.source == "stdlib_code":
         yield from (file.text for file in code_files("train", part.path))
-    elif part.source in ("chat", "tokens"):
+    elif part.source in ("chat", "tokens", "completions"):
         what = "a tokenizer with a chat template" if part.source == "chat" else "the tokenizer that made the tokens"
         raise UserError(
             f"data.source={part.source} needs {what}; name its folder as tokenizer.path, or a model as init_from"

@@ -1,0 +1,54 @@
+"""The prompts of the training documents, for a model to write its own replies to them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.data.chat import prompt_of
+from wedlm_jax.data.config import DataConfig
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.examples import Example
+from wedlm_jax.data.records import BadRecord, Chat, Completion, Record
+from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.errors import UserError
+
+
+class Prompts(Documents):
+    """The stream of documents, of each its prompt alone, as an example of which nothing is learned."""
+
+    def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
+        if isinstance(record, Chat):
+            ids = prompt_of(record.messages, self._tokenizer, record.tools)
+        elif isinstance(record, Completion):
+            ids = encode_text(self._tokenizer, record.prompt)
+        else:
+            raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
+        if room_for_reply(self._config, len(ids)) < 1:
+            raise BadRecord(
+                f"a prompt of {len(ids)} tokens, after which a row of data.row_length={self._config.row_length} has no room "
+                f"for a reply and data.num_end_tokens={self._config.num_end_tokens}; raise data.row_length"
+            )
+        return (Example(np.array(ids, np.int32), np.zeros(len(ids), bool), index),)
+
+
+def leading_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> list[np.ndarray]:
+    """Token ids [T] of the prompts of `config.self_generated`, in the order of the stream: held-out documents have no part.
+
+    Raises:
+        UserError: a source cannot be opened, a bad record under `on_bad_record="error"`, or there is no prompt.
+    """
+    assert config.self_generated is not None
+    documents = Prompts(config, tokenizer, seed, "train")
+    found = (example.tokens for index in range(documents.epoch) for example in documents[index].examples)
+    prompts = list(itertools.islice(found, config.self_generated.num_prompts))
+    if not prompts:
+        raise UserError("data.self_generated: the training split holds no prompt that can be read; look at data.path")
+    return prompts
+
+
+def room_for_reply(config: DataConfig, prompt_length: int) -> int:
+    """Tokens that a row has room for after a prompt, its stop id included and the further end tokens left out."""
+    return config.row_length - prompt_length - max(config.num_end_tokens - 1, 0)

@@ -1,0 +1,189 @@
+"""Self-generated text: the base's own completions of the training prompts, written before training into the workdir, with
+what they were made from.
+
+What an adapter drafts is accepted where it says what its base would say after the base's own text, so that is the text to learn
+from. Completions are kept as tokens: text, encoded again, may be other tokens than the base wrote.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.checkpoint import ModelFile, differences
+from wedlm_jax.data.config import DataConfig, SourceConfig
+from wedlm_jax.data.prompts import leading_prompts, room_for_reply
+from wedlm_jax.decode.calibration import fingerprint
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import decode_batch, make_request
+from wedlm_jax.errors import UserError, writing
+from wedlm_jax.experiment import Experiment
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import params_of
+
+FOLDER = "self_generated"  # in the workdir
+COMPLETIONS = "completions.jsonl"  # in it: prompt_ids, ids, finish_reason and text, a line for each prompt
+MADE_FROM = "made_from.json"  # beside it: the weights, the prompts, the settings; and, once all are there, their digest
+
+
+def self_generated_data(
+    experiment: Experiment, workdir: Path, base: Model | None, tokenizer: PreTrainedTokenizerBase
+) -> DataConfig:
+    """The data section that reads the completions in `workdir`; of a run that starts, they are written first. What was written
+    before a kill is kept, in whole batches, so it ends as if there had been none.
+
+    Args:
+      experiment: with `data.self_generated`.
+      workdir: with its model.json.
+      base: what a run that starts was given to start from; None of one that resumes.
+      tokenizer: of the run.
+
+    Raises:
+      UserError: what is there was made from other weights, prompts or settings, or is not what was written; a document has no
+        prompt, or no room for a reply.
+    """
+    folder = workdir / FOLDER
+    made, declared = _made_from(folder), ModelFile.read(workdir)
+    if base is not None:
+        model = dataclasses.replace(
+            base, tokenizer=tokenizer, eos_token_ids=declared.eos_token_ids, mask_token_id=declared.mask_token_id
+        )
+        made = _write(experiment, model, folder, made)
+    elif made is None:
+        raise UserError(
+            f"{folder} is gone, which this run learns from; bring it back, or start again in another --workdir"
+        )
+    elif declared.base is not None and made.get("weights") != declared.base.revision:
+        raise UserError(
+            f"{folder} was written by weights of revision {made.get('weights')}, and the adapter is trained beside "
+            f"{declared.base.revision}; bring back the text that the run began with"
+        )
+    if "finished" not in made or _digest(folder / COMPLETIONS) != made["finished"]["sha256"]:
+        raise UserError(
+            f"{folder / COMPLETIONS} is not what was written there; bring it back, or remove {folder} and start again"
+        )
+    as_they_are: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(SourceConfig)}
+    return dataclasses.replace(
+        experiment.data,
+        **as_they_are | {"source": "completions", "path": str(folder / COMPLETIONS)},
+        mixture=(), self_generated=None, held_out_share=0.0,
+    )  # fmt: skip
+
+
+def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str, Any] | None) -> dict[str, Any]:
+    """Writes what is missing, and returns what MADE_FROM holds then."""
+    settings = experiment.data.self_generated
+    assert settings is not None
+    prompts = leading_prompts(experiment.data, model.tokenizer, experiment.train.seed)
+    made = {
+        "init_from": experiment.init_from,
+        "weights": fingerprint(model),
+        "dtype": str(next(iter(params_of(model.transformer).values())).dtype),
+        "prompts": {"count": len(prompts), "sha256": _digest_of(prompts)},
+        "row_length": experiment.data.row_length,
+        "num_end_tokens": experiment.data.num_end_tokens,
+        "end_ids": list(model.eos_token_ids),
+        "seed": experiment.train.seed,
+        **dataclasses.asdict(settings),
+    }
+    if before is not None and (changed := differences(before, made, ("finished", "init_from"))):
+        raise UserError(
+            f"{folder} holds text that was made from something else ({'; '.join(changed)}); choose another --workdir, or remove "
+            f"{folder}, and it is written anew"
+        )
+    if before is not None and "finished" in before:
+        return before
+    if jax.process_count() > 1:
+        raise UserError(
+            f"data.self_generated: text is written by a single process; start the same command in one, and go on with all "
+            f"{jax.process_count()} once {folder / MADE_FROM} says that it is finished"
+        )
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _keep(folder, made)
+    # The adapter that is to be trained is none of the base's.
+    model = dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=None))
+    configs = [
+        DecodeConfig(
+            decoder="ar",
+            max_new_tokens=min(settings.max_new_tokens, room_for_reply(experiment.data, len(prompt))),
+            temperature=settings.temperature,
+            seed=experiment.train.seed,
+        )
+        for prompt in prompts
+    ]
+    requests = [
+        make_request(model, prompt.tolist(), config, row=row, name=f"prompt {row}")
+        for row, (prompt, config) in enumerate(zip(prompts, configs, strict=True))
+    ]
+    file = folder / COMPLETIONS
+    starts = range(_whole_batches(file, settings.batch_size), len(requests), settings.batch_size)
+    for start in track(starts, f"{experiment.init_from} writes", console=Console(stderr=True), disable=len(starts) < 2):
+        batch = requests[start : start + settings.batch_size]
+        lines = [
+            {"prompt_ids": request.prompt, "ids": done.ids, "finish_reason": done.finish_reason, "text": done.text}
+            for request, done in zip(batch, decode_batch(model, batch, trace=False), strict=True)
+        ]
+        with writing(file), file.open("a", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    written = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    tokens, cut = sum(len(line["ids"]) for line in written), sum(line["finish_reason"] == "length" for line in written)
+    finished = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": _digest(file)}
+    with writing(folder):
+        _keep(folder, made | {"finished": finished})
+    print(
+        f"{experiment.name}: {experiment.init_from} wrote {len(written):,} completions, {tokens:,} tokens, "
+        f"{cut:,} of them cut by their length, in {file}",
+        flush=True,
+    )
+    return made | {"finished": finished}
+
+
+def _whole_batches(file: Path, batch_size: int) -> int:
+    """Completions in the file, which is cut after its last whole batch: so every batch is the same, whatever was cut short."""
+    with writing(file), file.open("a+b") as out:
+        out.seek(0)
+        lines = out.read().split(b"\n")[:-1]
+        kept = lines[: len(lines) - len(lines) % batch_size]
+        out.truncate(sum(len(line) + 1 for line in kept))
+    return len(kept)
+
+
+def _made_from(folder: Path) -> dict[str, Any] | None:
+    file = folder / MADE_FROM
+    try:
+        made = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read ({error}); remove {folder}, and it is written anew") from None
+    if not isinstance(made, dict):
+        raise UserError(f"{file}: holds no JSON object; remove {folder}, and it is written anew")
+    return made
+
+
+def _keep(folder: Path, made: dict[str, Any]) -> None:
+    partial = folder / f".{MADE_FROM}.partial"
+    partial.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
+    partial.replace(folder / MADE_FROM)
+
+
+def _digest(file: Path) -> str | None:
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _digest_of(prompts: Sequence[np.ndarray]) -> str:
+    return hashlib.sha256(json.dumps([prompt.tolist() for prompt in prompts]).encode()).hexdigest()
