@@ -2,16 +2,23 @@
 
     python -m benchmarks.decode_forward                             # 8B parameters in bfloat16, W = 1 and 16; a GPU
     python -m benchmarks.decode_forward --shape tiny --context 60   # anywhere
+    taskset -c 0 python -m benchmarks.decode_forward --adapter-rank 12 --shape quickstart --dtype float32 \
+        --windows 8 16 24 32 --context 60 --slots 128 --rounds 300  # what an adapter of mask rows adds
 
 A forward reads every parameter once (of the embedding the rows of its tokens alone) and the used part of the cache: at batch
 size 1 that, and not the arithmetic, is its floor. The bandwidth is measured in the same run, as that of copying a large array;
 where it is known the data sheet's stands beside it. Forwards run in a loop on the device, each fed what the one before predicts.
+
+With --adapter-rank it measures instead what an adapter on all projections adds to a forward half of whose slots are masks: both
+programs take turns, and the ratio is that of each round, by the wall and by processor time. The latter is the one to read on a
+CPU that does something else too, with the process on one core (taskset).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
+import time
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +27,8 @@ import tyro
 from benchmarks import shapes
 from benchmarks.side_by_side import machine, print_table
 from wedlm_jax.evals.roofline import forward_bytes
-from wedlm_jax.evals.row_cost import FORWARDS, Program, forward_program, in_turns
+from wedlm_jax.evals.row_cost import FORWARDS, Program, forward_program, in_turns, median_ratio
+from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops.attention import Implementation
@@ -44,10 +52,15 @@ class Flags:
     slots: int = 4096
     """Those that are allocated."""
     rounds: int = 5
+    adapter_rank: int | None = None
+    """Compare with and without an adapter of mask rows."""
 
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
+    if flags.adapter_rank is not None:
+        beside_an_adapter(flags, flags.adapter_rank)
+        return
     model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
     params = jax.jit(lambda: init_params(model, 0))()
 
@@ -74,6 +87,37 @@ def main() -> None:
         f"{flags.rows} rows, {flags.context} of {flags.slots} slots used; copying {bandwidth / 1e9:,.0f} GB/s; "
         f"medians of {flags.rounds}",
         ("W", "ms a forward", "floor by copying, ms", "of that floor", "of the data sheet's"),
+        rows,
+    )
+
+
+def beside_an_adapter(flags: Flags, rank: int) -> None:
+    """What the adapter adds to a forward, and to the parameters that one reads."""
+    sizes = dict(dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
+    plain = shapes.shape(flags.shape, **sizes, matmul_precision="highest")
+    adapted = dataclasses.replace(plain, adapter=AdapterConfig(rank=rank, alpha=2.0 * rank))
+    params = jax.jit(lambda: init_params(adapted, 0))()
+    base, own = split_adapter(params)
+    shape = dict(rows=flags.rows, context=flags.context, allocated=flags.slots)
+    share = sum(x.size for x in own.values()) / sum(x.size for x in base.values())
+    rows = []
+    for window in flags.windows:
+        programs = {
+            "plain": forward_program(plain, base, slots=window, **shape),
+            "adapter": forward_program(adapted, params, slots=window, masks=-(-window // 2), **shape),
+        }
+        wall, processor = in_turns(programs, flags.rounds), in_turns(programs, flags.rounds, time.process_time)
+        rows.append(
+            (
+                str(window),
+                *(f"{1e3 * statistics.median(wall[name]) / FORWARDS:.3f}" for name in programs),
+                *(f"{median_ratio(clock['adapter'], clock['plain']):.3f}" for clock in (wall, processor)),
+            )
+        )
+    print_table(
+        f"{machine()}; {flags.shape}, {flags.dtype}, rank {rank}: {share:.1%} of the base's parameters; {flags.rows} rows, "
+        f"{flags.context} of {flags.slots} slots used, half of the window masks; medians of {flags.rounds}",
+        ("slots", "ms a forward", "with the adapter", "ratio by the wall", "by processor time"),
         rows,
     )
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from wedlm_jax.experiment import load_experiment
 from wedlm_jax.model.config import ModelConfig
 
-Name = Literal["tiny", "34m", "110m", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b"]
+Name = Literal["tiny", "quickstart", "34m", "110m", "qwen3_0p6b", "qwen3_1p7b", "qwen3_8b"]
 
 _SMALL = {
     "tiny": ModelConfig(
@@ -41,6 +41,8 @@ def shape(name: Name, **changes: Any) -> ModelConfig:
     """The model of this name, nothing of it recomputed; a change to None is none."""
     if name in _SMALL:
         model = _SMALL[name]
+    elif name == "quickstart":
+        model = load_experiment("quickstart_base").model
     else:
         experiment, overrides = _OF_EXPERIMENTS[name]
         model = load_experiment(experiment, [*overrides, "model.remat=none"]).model

@@ -72,12 +72,18 @@ def product_seconds(config: ModelConfig, params: Params, rows: int, rounds: int)
 
 
 def forward_program(
-    config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int
+    config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int, masks: int = 0
 ) -> Program:
-    """FORWARDS times a window behind a cache and the logits of all its slots, each fed what the one before says."""
+    """FORWARDS times a window behind a cache and the logits of all its slots, each fed what the one before says.
+
+    Args:
+      masks: of the slots of a row, its last ones; an adapter of mask rows has a part in these alone, and without any in nothing.
+    """
 
     @functools.partial(jax.jit, donate_argnames="cache")
-    def run(params: Params, tokens_BT: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+    def run(
+        params: Params, tokens_BT: jax.Array, masked_BT: jax.Array | None, cache: KVCache
+    ) -> tuple[jax.Array, KVCache]:
         transformer = transformer_from(config, params)
         length = jnp.full(rows, context)
         positions_BT = length[:, None] + jnp.arange(slots)
@@ -85,16 +91,22 @@ def forward_program(
         def forward(_: Any, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
             tokens_BT, cache = carry
             window = CachedWindow(length)
-            hidden, cache = transformer.hidden(tokens_BT, positions=positions_BT, pattern=window, cache=cache)
+            hidden, cache = transformer.hidden(
+                tokens_BT, positions=positions_BT, pattern=window, masked=masked_BT, cache=cache
+            )
             logits = transformer.logits(hidden)
             return jnp.abs(logits.sum(axis=-1)).astype(jnp.int32) % config.vocab_size, cache
 
         return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
 
     tokens_BT, held = jnp.ones((rows, slots), jnp.int32), [KVCache.zeros(config, rows, allocated)]
+    # An array that the program is given: as a constant it would be worked into the program.
+    masked_BT = jnp.broadcast_to(jnp.arange(slots) >= slots - masks, (rows, slots)) if masks else None
 
     def call() -> jax.Array:
-        said, held[0] = run(params, tokens_BT, held[0])  # given away, as in a decode loop: else it would be copied
+        said, held[0] = run(
+            params, tokens_BT, masked_BT, held[0]
+        )  # given away, as in a decode loop: else it would be copied
         return said
 
     return call
@@ -130,16 +142,18 @@ def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
     return lambda: run(params, x_RD)
 
 
-def in_turns(programs: Mapping[Any, Program], rounds: int) -> dict[Any, list[float]]:
+def in_turns(
+    programs: Mapping[Any, Program], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Any, list[float]]:
     """Seconds of `rounds` calls of each, one after the other in every round, after a call that compiles."""
     for program in programs.values():
         jax.block_until_ready(program())
     seconds: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(program())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 
