@@ -22,6 +22,7 @@ class Measured:
     seconds: float  # the median of the rounds
     processor_seconds: float  # of all cores of the host, likewise: on a CPU it hardly depends on what else runs
     temporaries: int  # bytes, of the compiled program
+    arguments: int  # bytes that it is given
 
 
 def side_by_side(
@@ -57,10 +58,12 @@ def side_by_side(
     for name in programs:
         timed(name)
     seconds = [{name: timed(name) for name in programs} for _ in range(rounds)]
+    memory = {name: compiled[name].memory_analysis() for name in programs}
     return {
         name: Measured(
             *(statistics.median(s[name][clock] for s in seconds) for clock in (0, 1)),
-            temporaries=compiled[name].memory_analysis().temp_size_in_bytes,
+            temporaries=memory[name].temp_size_in_bytes,
+            arguments=memory[name].argument_size_in_bytes,
         )
         for name in programs
     }

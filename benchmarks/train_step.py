@@ -3,19 +3,22 @@
     python -m benchmarks.train_step                           # 33.6M parameters, one row of 1,024 tokens
     python -m benchmarks.train_step --lengths 4096
     python -m benchmarks.train_step --shape tiny --layers 1 --lengths 4096 8192 16384 32768 --no-parts --rounds 3
+    python -m benchmarks.train_step --no-parts --adapter 12   # beside the step of an adapter of mask rows
     python -m benchmarks.train_step --official ~/WeDLM --official-python ~/torch/bin/python   # beside the official trainer
     python -m benchmarks.train_step --shape qwen3_0p6b --lengths 4096 --no-parts              # a GPU
 
 The default shape is that of the official trainer's figures on a CPU (8 layers, D = 512, V = 8,192, blocks of 32). The floor is
 the products of the layers with their parameters, forward and backward, over both streams, and those of the output layer for
 the rows that carry a loss: the same shapes, in a program that does nothing else. Attention, norms, RoPE, the losses' softmax,
-the optimizer and all copies are what the step has on top. Useful FLOPs are those of `model.flops.training_flops`; their rate is
-set against that of plain square products in the same run and, where it is known, against the data sheet (MFU).
+the optimizer and all copies are what the step has on top. A step needs the memory of its arguments (parameters, optimizer,
+batch), which its results take the place of, and of its temporaries. Useful FLOPs are those of `model.flops.training_flops`;
+their rate is set against that of plain square products in the same run and, where it is known, against the data sheet (MFU).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,7 +32,7 @@ from benchmarks import official, shapes
 from benchmarks.side_by_side import machine, print_table, side_by_side, square_products
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
-from wedlm_jax.experiment import ModelConfig, ObjectiveConfig, OptimizerConfig
+from wedlm_jax.experiment import AdapterConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, load_experiment
 from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics.throughput import peak_flops
 from wedlm_jax.model.config import DType, Remat
@@ -55,6 +58,8 @@ class Flags:
     """Other than that of the shape."""
     remat: Remat = "dots"
     attention: Implementation = "auto"
+    adapter: int | None = None
+    """Also the step of an adapter of mask rows of this rank, with the targets and masks of quickstart_adapter."""
     parts: bool = True
     """Also the parts of the step."""
     rounds: int = 5
@@ -77,7 +82,7 @@ def main() -> None:
     print_table(
         f"{machine()}; {flags.shape}, {model.num_layers} layers, {model.dtype}, attention {model.attention}, "
         f"remat {model.remat}, {flags.rows} rows a batch, {flags.documents} documents a row, medians of {flags.rounds}",
-        ("L", "", "ms", "processor, ms", "of the products", "tokens/s", "temporaries, MiB"),
+        ("L", "", "ms", "processor, ms", "of the products", "tokens/s", "arguments, MiB", "temporaries, MiB"),
         [row for rows, _ in measured for row in rows],
     )
     print("", *(line for _, line in measured), sep="\n")
@@ -96,12 +101,19 @@ def settings_of(flags: Flags) -> StepSettings:
     )
 
 
+def adapter_settings_of(flags: Flags, rank: int) -> StepSettings:
+    objective = dataclasses.replace(load_experiment("quickstart_adapter").objective, block_size=flags.block_size)
+    model = dataclasses.replace(model_of(flags), adapter=AdapterConfig(rank=rank))
+    return dataclasses.replace(settings_of(flags), model=model, objective=objective)
+
+
 def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
     """The rows of the table for rows of this length, and a line about their useful FLOPs."""
     settings = settings_of(flags)
     model = settings.model
     batch = random_batch(flags, length)
-    state = from_seed(model, settings.optimizer, make_mesh(MeshConfig(data=1), jax.devices()[:1]), 0)
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    state = from_seed(model, settings.optimizer, mesh, 0)
     streams = jax.jit(lambda: corrupted_streams(state.step, batch, settings))()
     part = streams, loss_weights(streams, normalization=settings.objective.normalization)
     loss_rows = jnp.sum(streams.masked) + jnp.sum(streams.labelled)
@@ -110,9 +122,12 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         return jax.value_and_grad(lambda p: wedlm_forward(p, part, settings=settings)[0])(params)
 
     square, square_flops = square_products(model.dtype)
-    programs: dict[str, Any] = {
-        "whole step": (lambda state, batch: wedlm_step(state, batch, settings=settings), (state, batch))
-    }
+    programs: dict[str, Any] = {"whole step": (functools.partial(wedlm_step, settings=settings), (state, batch))}
+    if flags.adapter is not None:
+        gated = adapter_settings_of(flags, flags.adapter)
+        adapted = from_seed(gated.model, gated.optimizer, mesh, 0)
+        programs["whole step of the adapter"] = functools.partial(wedlm_step, settings=gated), (adapted, batch)
+    steps = tuple(programs)
     if flags.parts:
         programs |= {
             "loss and gradients": (gradients, (state.params,)),
@@ -124,7 +139,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         "plain products": products(model, 2 * flags.rows * length, int(loss_rows)),
         "square products": square,
     }
-    measured = side_by_side(programs, flags.rounds, carried=("whole step",))
+    measured = side_by_side(programs, flags.rounds, carried=steps)
     step, rate = measured["whole step"], square_flops / measured.pop("square products").seconds
     rows = [
         (
@@ -133,7 +148,8 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
             f"{1e3 * m.seconds:.0f}",
             f"{1e3 * m.processor_seconds:.0f}",
             f"{m.seconds / measured['plain products'].seconds:.2f}",
-            f"{flags.rows * length / m.seconds:,.0f}" if name == "whole step" else "",
+            f"{flags.rows * length / m.seconds:,.0f}" if name in steps else "",
+            f"{m.arguments / 2**20:.1f}",
             f"{m.temporaries / 2**20:.1f}",
         )
         for name, m in measured.items()

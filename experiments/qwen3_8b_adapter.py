@@ -1,6 +1,7 @@
 """Trains an adapter of mask rows beside Qwen3-8B on your conversations: the same answers, in fewer forwards.
 
     python -m wedlm_jax.train --exp qwen3_8b_adapter data.path=chat.jsonl
+    python -m wedlm_jax.train --exp qwen3_8b_adapter data.path=chat.jsonl data.self_generated.max_new_tokens=1024
 
 43.7M parameters, 0.53 % of the base, which stays as it is, in bfloat16 (16.4 GB); all but model and rank is as in
 qwen3_0p6b_adapter. Not run by us at this size.

@@ -20,7 +20,7 @@ from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.sharding import MeshConfig, make_mesh
-from wedlm_jax.train_state import from_params, from_seed
+from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import compile_step, corrupted_streams, wedlm_forward, wedlm_step
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
@@ -192,6 +192,24 @@ def test_the_frozen_part_is_not_in_the_backward_pass(monkeypatch):
     few, all_places = passes(L // 4), passes(L)
     assert 2.5 < few < 2.9
     assert 1.5 < all_places - few < 1.9
+
+
+def test_nothing_of_the_frozen_part_is_kept_for_the_backward_pass(monkeypatch):
+    """By temporaries of the compiled steps of one model and batch: full training keeps what 2L rows compute. Of an adapter's step
+    they fall with the places for masks, to less than a quarter for L / 4; were the 2L frozen rows differentiated, they would be
+    more than those of full training whatever C is."""
+    sizes = dict(hidden_size=64, intermediate_size=256, num_layers=8, num_heads=2, num_kv_heads=1, head_dim=16)
+    full = dataclasses.replace(SETTINGS, model=dataclasses.replace(MODEL, **sizes))
+    gated = dataclasses.replace(ADAPTED, model=dataclasses.replace(full.model, adapter=AdapterConfig(rank=2)))
+    batch, mesh = packed_batch(rows=2, length=128), one_device_mesh()
+    monkeypatch.setattr(mask_training, "capacities", lambda length: (length // 4,))
+
+    def temporaries(settings):
+        state = abstract_state(settings.model, settings.optimizer, mesh)
+        step = jax.jit(functools.partial(wedlm_step, settings=settings), donate_argnums=0)
+        return step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(gated) < 0.25 * temporaries(full)
 
 
 @pytest.mark.parametrize(
