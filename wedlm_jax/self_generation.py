@@ -25,7 +25,7 @@ from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.prompts import leading_prompts, room_for_reply
 from wedlm_jax.decode.calibration import fingerprint
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import decode_batch, make_request
+from wedlm_jax.decode.generation import Request, decode_batch, make_request
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
@@ -68,7 +68,8 @@ def self_generated_data(
             f"{folder} was written by weights of revision {made.get('weights')}, and the adapter is trained beside "
             f"{declared.base.revision}; bring back the text that the run began with"
         )
-    if "finished" not in made or _digest(folder / COMPLETIONS) != made["finished"]["sha256"]:
+    finished = made.get("finished")
+    if not isinstance(finished, dict) or _digest(folder / COMPLETIONS) != finished.get("sha256"):
         raise UserError(
             f"{folder / COMPLETIONS} is not what was written there; bring it back, or remove {folder} and start again"
         )
@@ -108,45 +109,51 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
             f"data.self_generated: text is written by a single process; start the same command in one, and go on with all "
             f"{jax.process_count()} once {folder / MADE_FROM} says that it is finished"
         )
+    file = folder / COMPLETIONS
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        if before is None:
+            file.unlink(missing_ok=True)  # nobody says what it was made from
         _keep(folder, made)
+    _complete(_requests(experiment, model, prompts), model, file, settings.batch_size, f"{experiment.init_from} writes")
+    written = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
+    tokens, cut = sum(len(line["ids"]) for line in written), sum(line["finish_reason"] == "length" for line in written)
+    made["finished"] = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": _digest(file)}
+    with writing(folder):
+        _keep(folder, made)
+    print(
+        f"{experiment.name}: {experiment.init_from} wrote {len(written):,} completions, {tokens:,} tokens, "
+        f"{cut:,} of them cut by their length, in {file}",
+        flush=True,
+    )
+    return made
+
+
+def _requests(experiment: Experiment, model: Model, prompts: Sequence[np.ndarray]) -> list[Request]:
+    data, seed = experiment.data, experiment.train.seed
+    settings = data.self_generated
+    assert settings is not None
     # The adapter that is to be trained is none of the base's.
     model = dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=None))
-    configs = [
-        DecodeConfig(
-            decoder="ar",
-            max_new_tokens=min(settings.max_new_tokens, room_for_reply(experiment.data, len(prompt))),
-            temperature=settings.temperature,
-            seed=experiment.train.seed,
-        )
-        for prompt in prompts
-    ]
-    requests = [
-        make_request(model, prompt.tolist(), config, row=row, name=f"prompt {row}")
-        for row, (prompt, config) in enumerate(zip(prompts, configs, strict=True))
-    ]
-    file = folder / COMPLETIONS
-    starts = range(_whole_batches(file, settings.batch_size), len(requests), settings.batch_size)
-    for start in track(starts, f"{experiment.init_from} writes", console=Console(stderr=True), disable=len(starts) < 2):
-        batch = requests[start : start + settings.batch_size]
+    requests = []
+    for row, prompt in enumerate(prompts):
+        most = min(settings.max_new_tokens, room_for_reply(data, len(prompt)))
+        config = DecodeConfig(decoder="ar", max_new_tokens=most, temperature=settings.temperature, seed=seed)
+        requests.append(make_request(model, prompt.tolist(), config, row=row, name=f"prompt {row}"))
+    return requests
+
+
+def _complete(requests: Sequence[Request], model: Model, file: Path, batch_size: int, title: str) -> None:
+    """Appends the completions of the requests that the file does not hold, a batch at a time."""
+    starts = range(_whole_batches(file, batch_size), len(requests), batch_size)
+    for start in track(starts, title, console=Console(stderr=True), disable=len(starts) < 2):
+        batch = list(requests[start : start + batch_size])
         lines = [
             {"prompt_ids": request.prompt, "ids": done.ids, "finish_reason": done.finish_reason, "text": done.text}
             for request, done in zip(batch, decode_batch(model, batch, trace=False), strict=True)
         ]
         with writing(file), file.open("a", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    written = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
-    tokens, cut = sum(len(line["ids"]) for line in written), sum(line["finish_reason"] == "length" for line in written)
-    finished = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": _digest(file)}
-    with writing(folder):
-        _keep(folder, made | {"finished": finished})
-    print(
-        f"{experiment.name}: {experiment.init_from} wrote {len(written):,} completions, {tokens:,} tokens, "
-        f"{cut:,} of them cut by their length, in {file}",
-        flush=True,
-    )
-    return made | {"finished": finished}
 
 
 def _whole_batches(file: Path, batch_size: int) -> int:
