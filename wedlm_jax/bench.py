@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import sys
@@ -82,7 +81,7 @@ class Bench:
 
 
 def bench(args: Bench, console: Console) -> list[Speed]:
-    """Runs it, prints a table and where AR wins, and returns the rows."""
+    """Runs it, prints a table of each piece of work and where AR wins, and returns the rows."""
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
@@ -93,6 +92,8 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
     problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
+    console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}")
+    console.print("\n".join([*left_out, ""]))
     speeds: list[Speed] = []
     besides: list[Beside] = []
     with contextlib.ExitStack() as stack:
@@ -103,13 +104,17 @@ def bench(args: Bench, console: Console) -> list[Speed]:
         for piece in work:
             progress.update(bar, description=str(piece))
             given = problems[piece.task]
-            speeds += compare(model, piece, given, configs, rates, repeats=args.repeats, baselines=baselines)
+            of_piece = compare(model, piece, given, configs, rates, repeats=args.repeats, baselines=baselines)
+            speeds += of_piece
             if official is not None:
                 besides.append(beside(model, official, piece, given, decode, args.repeats))
+            # A large grid takes hours: what is measured is shown and saved at once.
+            progress.stop()
+            console.print(table(of_piece))
+            if args.out is not None:
+                save(args, speeds, besides, rates)
             progress.advance(bar)
-    console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}\n")
-    for _, of_work in itertools.groupby(speeds, key=lambda speed: speed.work):
-        console.print(table(list(of_work)))
+            progress.start()
     console.print(
         f"This machine was measured at {rates.flops / 1e9:,.0f} GFLOP/s and {rates.bytes / 1e9:,.1f} GB/s; no forward is faster "
         "than its roofline by these."
@@ -117,13 +122,14 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if besides:
         console.print(beside_table(besides))
     for line in [
-        *left_out,
         *where_ar_wins([speed for speed in speeds if speed.decoder not in args.baseline]),
         *where_they_part(besides),
     ]:
         console.print(line)
     if args.out is not None:
-        save(args, speeds, besides, rates, console)
+        with writing(args.out):
+            plot_speeds(speeds, args.out / "bench.png", f"{args.model} on {device()}")
+        console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
     return speeds
 
 
@@ -208,7 +214,7 @@ def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
     ]
 
 
-def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates, console: Console) -> None:
+def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates) -> None:
     assert args.out is not None
     rows = [
         {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(speed).items()}
@@ -221,8 +227,6 @@ def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates:
     }  # fmt: skip
     with writing(args.out):
         (args.out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
-        plot_speeds(speeds, args.out / "bench.png", f"{args.model} on {device()}")
-    console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
 
 
 @entry

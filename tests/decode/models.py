@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
@@ -76,6 +77,12 @@ def split(model: Model) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(model.transformer)
 
 
+def start_sizes(config: DecodeConfig) -> dict:
+    """What `loop.start` is compiled for, beside the shapes of its arrays."""
+    sizes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET)
+    return dict(**sizes, holds_back=config.holds_back, drafter=config.drafter)
+
+
 def reference_of(model: Model) -> ReferenceTransformer:
     return ReferenceTransformer(model.config, {name: np.asarray(x) for name, x in params_of(model.transformer).items()})
 
@@ -102,7 +109,7 @@ def reciting_model(
     chain: list[int], *, vocab_size: int, mask_token_id: int, drafts: list[int] | None = None, tokenizer=None, eos=()
 ) -> Model:
     """Continues a one-token prompt with `chain`; its masks predict `drafts`, the same unless given."""
-    sizes = dict(hidden_size=2, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
+    sizes = dict(hidden_size=vocab_size, intermediate_size=2, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
     config = ModelConfig(vocab_size=vocab_size, max_position_embeddings=256, **sizes)
 
     def padded(tokens: list[int]) -> np.ndarray:

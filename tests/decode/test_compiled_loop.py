@@ -18,7 +18,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.window import feeding_widths
 
-from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, split, tiny_model
+from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, split, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
@@ -83,10 +83,9 @@ def arguments(name: str, window_size: int = 4) -> tuple:
     config = dataclasses.replace(config_of(name, temperature=0.5, window_size=window_size), mask_token_id=MASK)
     graph, params = split(tiny_model())
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
-    shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
-    state = decode_loop.start(graph, params, jnp.ones((3, SMALLEST_BUCKET), jnp.int32), lengths, **shapes)
-    program = decode_loop.Program.of(graph, config)
-    return program, params, state, RowSettings.from_configs([config] * 3, range(3))
+    prompt, settings = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), RowSettings.from_configs([config] * 3, range(3))
+    state = decode_loop.start(graph, params, prompt, lengths, settings, **start_sizes(config))
+    return decode_loop.Program.of(graph, config), params, state, settings
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -14,7 +14,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.loop import Program, run, start
 
-from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, tiny_model
+from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
 
@@ -36,9 +36,10 @@ def test_the_compiled_loop_equals_the_python_loop(loop):
     configs = [config_of(loop), config_of(loop, temperature=0.9, top_k=4), config_of(loop, stop_ids=(9, 0))]
     traced = generate(tiny_model(), PROMPTS, configs, trace=True)
     assert [outcome(c) for c in traced] == outcomes(PROMPTS, configs)
-    for completion in traced:
+    for config, completion in zip(configs, traced, strict=True):
         assert len(completion.trace) == completion.stats.forwards
-        assert sum(len(e["window"]) for e in completion.trace) == completion.stats.tokens_processed
+        fed = sum(len(e["window"]) for e in completion.trace)
+        assert fed + config.prefill_masks == completion.stats.tokens_processed
         assert sum(e["emitted"] for e in completion.trace) == completion.stats.generated_tokens
 
 
@@ -72,9 +73,9 @@ def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop, reorder)
     graph, params = split(tiny_model())
 
     def prefilled(prompts: list[list[int]], config: DecodeConfig):
-        shapes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET, holds_back=config.holds_back)
         padded = np.array([p + [0] * (SMALLEST_BUCKET - len(p)) for p in prompts], np.int32)
-        return start(graph, params, jnp.asarray(padded), jnp.asarray([len(p) for p in prompts], jnp.int32), **shapes)
+        lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
+        return start(graph, params, jnp.asarray(padded), lengths, settings, **start_sizes(config))
 
     settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
     state = run(Program.of(graph, config), params, prefilled(PROMPTS, config), settings)

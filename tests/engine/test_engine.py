@@ -31,7 +31,7 @@ def test_text_comes_in_whole_characters_and_joins_to_what_generate_returns(loop)
     expected = generate(model, ["x"], config)[0]
     ticket = engine(model).submit("x", config)
     pieces = list(ticket)
-    assert len(pieces) > 2 and not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
+    assert len(pieces) > 1 and not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert "".join(piece.text for piece in pieces) == expected.text == TEXT
     assert ticket.completion == expected
 

@@ -28,9 +28,9 @@ def prefilled(monkeypatch):
     seen: list[int] = []
     true_prefill = rows_module.prefill_behind
 
-    def counting(graph, params, cache, tokens, start, **options):
-        seen.append(tokens.shape[1])
-        return true_prefill(graph, params, cache, tokens, start, **options)
+    def counting(*arguments, chunk, **options):
+        seen.append(chunk)
+        return true_prefill(*arguments, chunk=chunk, **options)
 
     monkeypatch.setattr(rows_module, "prefill_behind", counting)
     return seen

@@ -9,12 +9,12 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.roofline import Rates
+from wedlm_jax.evals.roofline import Rates, forward_seconds
 from wedlm_jax.evals.speed import Work, compare, prompts_of
 
 PROBLEMS = [Problem("echo", f"Question {i}: what? ", f"Answer {i}.", str(i)) for i in range(6)]
 WORK = Work("echo", batch=2, prompt_tokens=24, output_tokens=8)
-AR, FAST = DecodeConfig(decoder="ar"), DecodeConfig(decoder="verified")
+AR, FAST = DecodeConfig(decoder="ar"), DecodeConfig(decoder="verified", window_size=5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 24, 60])
@@ -34,7 +34,8 @@ def test_a_prompt_longer_than_all_problems_is_refused_with_what_to_lower():
 
 
 class FakeGenerate:
-    """AR takes 8 s for 8 tokens in 8 forwards, the other 2 s in 4; the first token 1 s each, and compilation 100 s."""
+    """AR takes 8 s for 8 tokens in 8 forwards, the other 2 s in 4, and of its 16 slots 4 are masks in prefill; the first token
+    1 s each, and compilation 100 s."""
 
     def __init__(self, monkeypatch):
         self.met: set[tuple] = set()
@@ -69,7 +70,9 @@ def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
     assert (ar.p_cache, fast.p_cache) == (1.0, 0.5)
     assert (ar.forward_milliseconds, fast.forward_milliseconds) == pytest.approx((1000.0, 1000 / 3))
     assert (ar.equal_to_ar, fast.equal_to_ar) == (2, 1)
-    assert 0 < ar.roofline_milliseconds < fast.roofline_milliseconds  # twice as many slots are fed
+    by_rates = [forward_seconds(tiny_model().config, Rates(1e9, 1e9), rows=2, slots=n, context=28) for n in (1, 3)]
+    assert [1e-3 * x.roofline_milliseconds for x in (ar, fast)] == pytest.approx(by_rates)
+    assert 0 < ar.roofline_milliseconds < fast.roofline_milliseconds  # three times as many slots are fed
 
 
 def test_a_speed_of_a_real_model_is_of_the_tokens_that_it_decodes():

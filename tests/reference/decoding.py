@@ -33,7 +33,7 @@ class Row:
     processed: int = 0
     margin: float = math.inf
 
-    def forward(self, window: list[int | None]) -> np.ndarray:
+    def forward(self, window: list[int | None], in_prefill: bool = False) -> np.ndarray:
         """Logits [len(window), V] in logical order; the window is fed filled tokens first, masks last, positions kept, or as it
         stands without reordering."""
         base, slots = len(self.context), range(len(window))
@@ -43,8 +43,8 @@ class Row:
         fed = [self.config.mask_token_id if window[i] is None else window[i] for i in order]
         positions = [*range(base), *(base + i for i in order)]
         physical = self.model.logits(self.context + fed, positions)[base:]
-        self.forwards += 1
-        self.processed += len(window)
+        self.forwards += not in_prefill
+        self.processed += window.count(None) if in_prefill else len(window)
         return physical[[order.index(i) for i in slots]]
 
     def emit(self, tokens: Iterable[int]) -> None:
@@ -170,10 +170,15 @@ def streaming(row: Row) -> None:
 def verified(row: Row) -> None:
     """Slot 0 is an emitted token that is not cached yet; the leading drafts behind it are checked by the forward that
     caches them, and only tokens of the autoregressive chain are emitted. With window_size "auto", W begins at 32, halves down
-    to 4 where none of the drafts was right, and doubles up to 32 where half of it was accepted."""
+    to 4 where none of the drafts was right, and doubles up to 32 where half of it was accepted. The masks of the first window
+    are fed with the prompt, so that its drafts are there before the first forward that counts."""
     auto = row.config.window_size == "auto"
     W = 32 if auto else row.config.window_size
     window: list[int | None] = [row.context.pop()] + [None] * (W - 1)
+    if W > 1:
+        logits, base, masks = row.forward(window, in_prefill=True), len(row.context), list(range(1, W))
+        for i in row.passing(logits, masks) or masks[:1]:
+            window[i] = row.pick(logits[i], base + i)
     while True:
         lead = _leading_run(window)
         window = (window + [None] * (W + lead))[: W + lead]
@@ -228,7 +233,7 @@ def fallback(row: Row) -> None:
 def lookup(row: Row) -> None:
     """Drafts are what followed the longest of the last 3, 2 or 1 tokens where they came last before; checked as in `verified`."""
     history, pending = list(row.context), row.context.pop()
-    window = [pending]
+    window = [pending, *continuation(history)[: row.config.window_size - 1]]
     while True:
         logits = row.forward(window)
         base = len(row.context)

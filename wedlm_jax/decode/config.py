@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax.decode.selection import RULES
@@ -18,6 +17,7 @@ Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]
 Refill = Literal["eager", "paper"]
 Verify = Literal["none", "fallback"]
 FillRule = Literal["auto", "each", "sum", "run"]
+Drafter = Literal["verified", "lookup"]  # the decoders whose drafts are checked against the AR chain
 PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
 PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
@@ -113,6 +113,16 @@ class DecodeConfig:
     def reads_chain(self) -> bool:
         """Whether every emitted token is one of the AR chain."""
         return self.decoder in ("ar", "verified", "lookup")
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Who drafts, before the first decode forward too; None where the decoder has no drafts."""
+        return self.decoder if self.decoder in get_args(Drafter) else None  # type: ignore[return-value]
+
+    @property
+    def prefill_masks(self) -> int:
+        """Masks that ride in prefill, for the first drafts (verified)."""
+        return self.window - 1 if self.decoder == "verified" else 0
 
     @property
     def tau(self) -> float:
@@ -211,13 +221,12 @@ class RowSettings:
     def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
         """Stacks configs whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed the noise."""
 
-        def column(name: str, dtype: str) -> jax.Array:
-            return jnp.asarray([getattr(c, name) for c in configs], dtype)
+        def column(name: str, dtype: str) -> np.ndarray:
+            return np.array([getattr(c, name) for c in configs], dtype)
 
         width = max(c.stop_id_slots for c in configs)
         stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
-        keys = [jax.random.fold_in(jax.random.key(c.seed), row) for c, row in zip(configs, rows, strict=True)]
-        return cls(
+        columns = dict(
             window_size=column("window", "int32"),
             adapts=column("adapts", "bool"),
             entropy_threshold=column("tau", "float32"),
@@ -225,13 +234,19 @@ class RowSettings:
             rule=column("rule", "int32"),
             reorder=column("reorder", "bool"),
             block_size=column("block_size", "int32"),
-            confidence_threshold=jnp.asarray([c.confidence_threshold or math.inf for c in configs], "float32"),
+            confidence_threshold=np.array([c.confidence_threshold or math.inf for c in configs], "float32"),
             max_new_tokens=column("max_new_tokens", "int32"),
             temperature=column("temperature", "float32"),
             top_k=column("top_k", "int32"),
             top_p=column("top_p", "float32"),
-            stop_ids=jnp.asarray(stop_ids, "int32"),
-            mask_token_id=jnp.asarray([-1 if c.mask_token_id is None else c.mask_token_id for c in configs], "int32"),
+            stop_ids=np.array(stop_ids, "int32"),
+            mask_token_id=np.array([-1 if c.mask_token_id is None else c.mask_token_id for c in configs], "int32"),
             ban_mask=column("ban_mask", "bool"),
-            key=jnp.stack(keys),
         )
+        # One transfer and one program for all of them: dispatching each by itself is most of what a call costs the host.
+        return cls(**jax.device_put(columns), key=_noise_keys(column("seed", "int32"), np.array(rows, "int32")))
+
+
+@jax.jit
+def _noise_keys(seeds: jax.Array, rows: jax.Array) -> jax.Array:
+    return jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)

@@ -21,7 +21,7 @@ from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import Model, mesh_of
 
 SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
 
@@ -124,7 +124,8 @@ class Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         graph, self.params = nnx.split(model.transformer)
-        self.program = Program.of(graph, config, model.mesh)
+        mesh = mesh_of(self.params)
+        self.program = Program.of(graph, config, mesh)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -133,12 +134,14 @@ class Batch:
         self.state = start(
             graph,
             self.params,
-            jnp.asarray(prompts),
-            jnp.asarray([len(r.prompt) for r in requests], jnp.int32),
+            prompts,
+            np.array([len(r.prompt) for r in requests], np.int32),
+            self.settings,
             slots=config.slots,
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
-            mesh=model.mesh,
+            drafter=config.drafter,
+            mesh=mesh,
         )
 
     def run(self) -> DecodeState:

@@ -33,14 +33,16 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
         feeds_masks=False,
     )
     state, kept, _, next_token = check_drafts(state, settings, reading, lead)
-    state = advance(state, kept)
+    record = recorded(before, settings, lead, reading, jnp.zeros_like(before.filled), kept)
+    return draft(advance(state, kept), next_token, settings), record
 
+
+def draft(state: DecodeState, pending: jax.Array, settings: RowSettings) -> DecodeState:
+    """A new window: the pending token [B], the last one of the history, and behind it what is found for it."""
     history, length = _history(state)
-    drafts, count = find_drafts(history, length, settings.window_size - 1, slots=C - 1)
-    window = jnp.concatenate([next_token[:, None], drafts], axis=1)
-    filled = state.slots <= count[:, None]
-    record = recorded(before, settings, lead, reading, jnp.zeros_like(filled), kept)
-    return dataclasses.replace(state, window=window, filled=filled), record
+    drafts, count = find_drafts(history, length, settings.window_size - 1, slots=state.window.shape[1] - 1)
+    window = jnp.concatenate([pending[:, None], drafts], axis=1)
+    return dataclasses.replace(state, window=window, filled=state.slots <= count[:, None])
 
 
 def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int) -> tuple[jax.Array, jax.Array]:

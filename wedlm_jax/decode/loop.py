@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from wedlm_jax.decode.autoregressive import autoregressive_step
 from wedlm_jax.decode.blockwise import blockwise_step
-from wedlm_jax.decode.config import DecodeConfig, Decoder, Refill, RowSettings, Verify
+from wedlm_jax.decode.config import DecodeConfig, Decoder, Drafter, Refill, RowSettings, Verify
 from wedlm_jax.decode.fallback import fallback_step
 from wedlm_jax.decode.lookup import lookup_step
 from wedlm_jax.decode.prefill import prefill
@@ -66,23 +66,25 @@ def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if mesh is None else on_mesh(mesh)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back", "mesh"))
+@functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back", "drafter", "mesh"))
 def start(
     graph: nnx.GraphDef,
     params: nnx.State,
     prompt: jax.Array,
     prompt_length: jax.Array,
+    settings: RowSettings,
     *,
     slots: int,
     output_slots: int,
     holds_back: bool,
+    drafter: Drafter | None,
     mesh: Mesh | None = None,
 ) -> DecodeState:
     """Jitted `prefill`."""
     transformer = nnx.merge(graph, params)
     sizes = dict(slots=slots, output_slots=output_slots)
     with over(mesh):
-        return prefill(transformer, prompt, prompt_length, **sizes, holds_back=holds_back)
+        return prefill(transformer, prompt, prompt_length, settings, **sizes, holds_back=holds_back, drafter=drafter)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")

@@ -1,11 +1,12 @@
-"""Prefill: the prompt's keys and values, chunk by chunk, and a fresh window behind them."""
+"""Prefill: the prompt's keys and values, chunk by chunk, and a fresh window behind them with its first drafts."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.decode.config import AUTO_WINDOWS
+from wedlm_jax.decode.config import AUTO_WINDOWS, Drafter, RowSettings
+from wedlm_jax.decode.first_drafts import first_drafts, riding_masks
 from wedlm_jax.decode.state import RUNNING, DecodeState
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
@@ -18,25 +19,35 @@ def prefill(
     transformer: Transformer,
     prompt: jax.Array,
     prompt_length: jax.Array,
+    settings: RowSettings,
     *,
     slots: int,
     output_slots: int,
     holds_back: bool,
+    drafter: Drafter | None,
 ) -> DecodeState:
     """Runs the prompts causally and starts the windows.
 
     Args:
       prompt: int32 [B, P], padded on the right.
       prompt_length: int32 [B], at least 1.
+      settings: of the B rows.
       slots: C, the window slots of the decoder.
       output_slots: O, at least the largest max_new_tokens.
       holds_back: whether the last prompt token waits in window slot 0 for the first decode forward (AR, verified, lookup).
+      drafter: what drafts before that forward, `DecodeConfig.drafter`.
     """
     B, P = prompt.shape
     # A row writes at most C slots behind prompt + output.
     cache = KVCache.zeros(transformer.config, B, P + output_slots + slots)
-    cache = fill_cache(transformer, cache, prompt, jnp.zeros(B, jnp.int32), prompt_length - holds_back)
-    return begin(cache, prompt, prompt_length, slots=slots, output_slots=output_slots, holds_back=holds_back)
+    stop = prompt_length - (holds_back and drafter != "verified")
+    cache, hidden_BMD = fill_cache(
+        transformer, cache, prompt, jnp.zeros(B, jnp.int32), stop, settings,
+        chunk=min(P, CHUNK), masks=riding_masks(drafter, slots),
+    )  # fmt: skip
+    sizes = dict(slots=slots, output_slots=output_slots)
+    state = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
+    return first_drafts(transformer, state, settings, hidden_BMD, drafter)
 
 
 def begin(
@@ -68,8 +79,16 @@ def begin(
 
 
 def fill_cache(
-    transformer: Transformer, cache: KVCache, tokens: jax.Array, start: jax.Array, stop: jax.Array
-) -> KVCache:
+    transformer: Transformer,
+    cache: KVCache,
+    tokens: jax.Array,
+    start: jax.Array,
+    stop: jax.Array,
+    settings: RowSettings,
+    *,
+    chunk: int,
+    masks: int = 0,
+) -> tuple[KVCache, jax.Array | None]:
     """Writes keys and values of the tokens start <= i < stop of every row, behind those before them, which are there.
 
     As many chunks are run as the longest row needs. What the last one leaves at and above `stop` is for the next to
@@ -79,15 +98,32 @@ def fill_cache(
       cache: S slots.
       tokens: int32 [B, P], P <= S: token i belongs into slot i.
       start, stop: int32 [B].
+      settings: of the B rows.
+      chunk: tokens of a row that one forward runs, beside the masks.
+      masks: M, masks that ride in the same forwards, at the positions stop .. stop + M - 1 of every row.
+
+    Returns:
+      the cache, and the hidden states of the masks [B, M, D]; None where M is 0.
     """
-    P = tokens.shape[1]
-    chunk = min(P, CHUNK)
+    (B, P), width = tokens.shape, chunk + masks
 
-    def run_chunk(number: jax.Array, cache: KVCache) -> KVCache:
-        cursor = start + number * chunk
-        positions = cursor[:, None] + jnp.arange(chunk)[None, :]
+    def run_chunk(number: jax.Array, carry: tuple[KVCache, jax.Array | None]) -> tuple[KVCache, jax.Array | None]:
+        cache, hidden_BMD = carry
+        cursor = start + number * width
+        positions = cursor[:, None] + jnp.arange(width)[None, :]
         fed = jnp.take_along_axis(tokens, jnp.minimum(positions, P - 1), axis=1)
-        return transformer.hidden(fed, positions=positions, pattern=CachedWindow(cursor), cache=cache)[1]
+        if hidden_BMD is None:
+            return transformer.hidden(fed, positions=positions, pattern=CachedWindow(cursor), cache=cache)[1], None
+        masked = positions >= stop[:, None]
+        fed = jnp.where(masked, jnp.maximum(settings.mask_token_id, 0)[:, None], fed)
+        new_BTD, cache = transformer.hidden(
+            fed, positions=positions, pattern=CachedWindow(cursor), masked=masked, cache=cache
+        )
+        # A token, and a mask too many, points past the end, where a dropped write goes.
+        place = jnp.where(masked, positions - stop[:, None], masks)
+        return cache, hidden_BMD.at[jnp.arange(B)[:, None], place].set(new_BTD, mode="drop")
 
-    chunks = -(-jnp.max(stop - start) // chunk)
-    return jax.lax.fori_loop(0, chunks, run_chunk, cache)
+    config = transformer.config
+    hidden_BMD = jnp.zeros((B, masks, config.hidden_size), config.dtype) if masks else None
+    chunks = -(-jnp.max(stop + masks - start) // width)
+    return jax.lax.fori_loop(0, chunks, run_chunk, (cache, hidden_BMD))

@@ -13,13 +13,16 @@ class Stats:
     """Counters of one row.
 
     Streaming and block-wise prefill the whole prompt; AR, verified and lookup hold its last token back for the first forward,
-    so that AR is exactly 1 in both ratios. Streaming feeds every token at least twice, as a mask and as itself, so its
+    so that AR is exactly 1 in both ratios. Verified lets its first masks ride in prefill, so that this forward checks drafts
+    already: the masks count as processed. Streaming feeds every token at least twice, as a mask and as itself, so its
     p_cache stays at or below 1/2.
     """
 
     generated_tokens: int  # up to and with the first stop id
     forwards: int  # decode forwards that the row took part in, prefill not counted
-    tokens_processed: int  # token instances in those forwards; real slots, never static padding
+    tokens_processed: (
+        int  # token instances in those forwards: real slots, never static padding; the masks of prefill too
+    )
 
     @property
     def p_cache(self) -> float:

@@ -117,7 +117,7 @@ def window_forward(
         # What fills up a row that reads less points past the end, where a dropped write goes.
         place = jnp.where(jnp.take_along_axis(read, slots, axis=1), slots, C)
         rows = jnp.arange(B)[:, None]
-        new = _read(logits, slots, state, settings, score)
+        new = read_slots(logits, slots, state, settings, score)
         return cache, jax.tree.map(lambda x, new: x.at[rows, place].set(new, mode="drop"), reading, new)
 
     widest = jnp.max(jnp.where(state.running, fed, 0))
@@ -169,10 +169,10 @@ def _switch_in_place(
     return carry
 
 
-def _read(
+def read_slots(
     logits: jax.Array, slots: jax.Array, state: DecodeState, settings: RowSettings, score: Score | None
 ) -> Reading:
-    """Logits float32 [B, R, V] of these slots [B, R]."""
+    """What logits float32 [B, R, V] of these slots [B, R] say: `Reading` with R in the place of C."""
     filled = jnp.take_along_axis(state.filled, slots, axis=1)
     tokens = sample(logits, state.length[:, None] + slots + filled, settings)
     log_probs = log_prob(logits, tokens)

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.config import Drafter, RowSettings
+from wedlm_jax.decode.first_drafts import first_drafts
 from wedlm_jax.decode.loop import Program, over
-from wedlm_jax.decode.prefill import begin
+from wedlm_jax.decode.prefill import begin, fill_cache
 from wedlm_jax.decode.state import STOPPED, DecodeState
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.model.patterns import CachedWindow
 
 COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
 Progress = dict[
@@ -60,25 +60,32 @@ def take_row(cache: KVCache, row: jax.Array, *, slots: int) -> KVCache:
     return jax.tree.map(take, cache)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mesh"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("graph", "chunk", "masks", "mesh"), donate_argnames="cache")
 def prefill_behind(
     graph: nnx.GraphDef,
     params: nnx.State,
     cache: KVCache,
-    tokens: jax.Array,
+    prompt: jax.Array,
     start: jax.Array,
+    stop: jax.Array,
+    own: RowSettings,
     *,
+    chunk: int,
+    masks: int,
     mesh: Mesh | None = None,
-) -> KVCache:
-    """Runs `tokens` [B, T] causally behind the `start` [B] slots that the cache already holds."""
+) -> tuple[KVCache, jax.Array | None]:
+    """Jitted `fill_cache`."""
     transformer = nnx.merge(graph, params)
-    positions = start[:, None] + jnp.arange(tokens.shape[1])[None, :]
     with over(mesh):
-        return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(start), cache=cache)[1]
+        return fill_cache(transformer, cache, prompt, start, stop, own, chunk=chunk, masks=masks)
 
 
-@functools.partial(jax.jit, static_argnames="holds_back", donate_argnames=("state", "settings"))
+@functools.partial(
+    jax.jit, static_argnames=("graph", "holds_back", "drafter", "mesh"), donate_argnames=("state", "settings")
+)
 def fill_row(
+    graph: nnx.GraphDef,
+    params: nnx.State,
     state: DecodeState,
     settings: RowSettings,
     row: jax.Array,
@@ -86,8 +93,11 @@ def fill_row(
     prompt: jax.Array,
     prompt_length: jax.Array,
     own: RowSettings,
+    hidden_BMD: jax.Array | None,
     *,
     holds_back: bool,
+    drafter: Drafter | None,
+    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, RowSettings]:
     """Starts a request in one row.
 
@@ -97,9 +107,12 @@ def fill_row(
       cache: of this row alone, its prompt prefilled.
       prompt: int32 [1, context]; `prompt_length` int32 [1].
       own: settings of this row alone.
+      hidden_BMD: of the masks that rode in its prefill, B = 1.
     """
     sizes = dict(slots=state.window.shape[1], output_slots=state.output.shape[1])
     fresh = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
+    with over(mesh):
+        fresh = first_drafts(nnx.merge(graph, params), fresh, own, hidden_BMD, drafter)
 
     def put(axis: int, rows: jax.Array, one: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, one, row, axis)

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
+from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.generation import bucket, verification
 from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prefill import CHUNK
@@ -36,7 +37,6 @@ class RowGroup:
     ):
         self._params, self._graph, self._context, self._mesh = params, graph, context, model.mesh
         self._program = Program.of(graph, config, model.mesh)
-        self._holds_back = config.holds_back
         self.slots = cache_slots(context, config.slots)
         self._state = open_rows(
             model.config,
@@ -71,25 +71,31 @@ class RowGroup:
     def admit(self, ticket: Ticket, row: int, cache: KVCache, reused: int, used: int) -> None:
         """Starts a request in an idle row. `cache` holds the first `reused` tokens of its prompt and is given up."""
         prompt, config = ticket.request.prompt, ticket.request.config
-        cached = len(prompt) - self._holds_back  # the first forward feeds what is held back
+        cached = len(prompt) - config.holds_back  # the first forward feeds what is held back
         ticket.reused_tokens = min(reused, cached)
-        for start in range(ticket.reused_tokens, cached, CHUNK):
-            piece = prompt[start : min(start + CHUNK, cached)]
-            padded = np.zeros((1, bucket(len(piece))), np.int32)
-            padded[0, : len(piece)] = piece
-            behind = np.array([start], np.int32)
-            cache = prefill_behind(self._graph, self._params, cache, padded, behind, mesh=self._mesh)
         whole = np.zeros((1, self._context), np.int32)
         whole[0, : len(prompt)] = prompt
+        own = RowSettings.from_configs([config], [ticket.request.row])
+        weights, masks, hidden = (self._graph, self._params), riding_masks(config.drafter, config.slots), None
+        stop = len(prompt) if masks else cached  # masks ride behind the last token of the prompt
+        for start in range(ticket.reused_tokens, stop, CHUNK):
+            end = min(start + CHUNK, stop)
+            span = (np.array([n], np.int32) for n in (start, end))
+            sizes = dict(chunk=bucket(end - start), masks=masks if end == stop else 0, mesh=self._mesh)
+            cache, hidden = prefill_behind(*weights, cache, whole, *span, own, **sizes)
         self._state, self._settings = fill_row(
+            *weights,
             self._state,
             self._settings,
             np.int32(row),
             cache,
             whole,
             np.array([len(prompt)], np.int32),
-            RowSettings.from_configs([config], [ticket.request.row]),
-            holds_back=self._holds_back,
+            own,
+            hidden,
+            holds_back=config.holds_back,
+            drafter=config.drafter,
+            mesh=self._mesh,
         )
         self._halted[row] = False
         self.rows[row] = Row(prompt[:cached], ticket, used)

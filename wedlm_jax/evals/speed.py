@@ -130,12 +130,14 @@ def compare(
             seconds[name].append(call()[0])
     median = {name: statistics.median(times) for name, times in seconds.items()}
 
+    in_prefill = {config.decoder: config.prefill_masks for config in configs}
+
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
         stats = [completion.stats for completion in completions[whole]]
         generated, forwards = sum(s.generated_tokens for s in stats), sum(s.forwards for s in stats)
         later = _longest(completions[whole]) - _longest(completions[first])
-        slots = sum(s.tokens_processed for s in stats) / forwards
+        slots = sum(s.tokens_processed - in_prefill.get(decoder, 0) for s in stats) / forwards
         return Speed(
             work,
             decoder,

@@ -37,9 +37,7 @@ class Model:
     @property
     def mesh(self) -> Mesh | None:
         """The devices that the parameters are cut over; None for a single one."""
-        sharding = jax.tree.leaves(nnx.state(self.transformer))[0].sharding
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+        return mesh_of(nnx.state(self.transformer))
 
     def __call__(
         self,
@@ -103,3 +101,10 @@ class Model:
                 "this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)"
             )
         return self.mask_token_id
+
+
+def mesh_of(params: nnx.State) -> Mesh | None:
+    """The devices that parameters are cut over; None for a single one."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
