@@ -130,7 +130,7 @@ def compare(
             seconds[name].append(call()[0])
     median = {name: statistics.median(times) for name, times in seconds.items()}
 
-    in_prefill = {config.decoder: config.prefill_masks for config in configs}
+    in_prefill: dict[str, int] = {config.decoder: config.prefill_masks for config in configs}
 
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
