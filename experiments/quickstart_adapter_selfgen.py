@@ -1,8 +1,12 @@
 """quickstart_adapter, trained on what the base itself answers to the training prompts.
 
-python -m wedlm_jax.train --exp quickstart_base
-python -m wedlm_jax.train --exp quickstart_adapter_selfgen
-python -m wedlm_jax.evaluate --exp quickstart_adapter_selfgen
+    python -m wedlm_jax.train --exp quickstart_base
+    python -m wedlm_jax.train --exp quickstart_adapter_selfgen
+    python -m wedlm_jax.evaluate --exp quickstart_adapter_selfgen
+
+The base first answers 4,000 training prompts greedily, about 100,000 tokens, a minute or two on two cores; they stay in
+runs/quickstart_adapter_selfgen/self_generated. Then as quickstart_adapter. What own text is worth beside the data and beside
+distillation, `--exp adapter_ablations` compares.
 """
 
 import dataclasses
