@@ -91,6 +91,18 @@ def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, caps
     half = (*trained, "data.held_out_share=0.5")
     shares = [run(monkeypatch, capsys, *half, "--split", split)[1] for split in ("train", "held_out")]
     assert sum(int(printed.split("documents: ")[1].split()[0]) for printed in shares) == 40
+    own = write_lines(tmp_path / "own.jsonl", [{"prompt_ids": [5, 6], "ids": [7, 8], "finish_reason": "length"}])
+    selfgen = (*run_with, "data.self_generated.num_prompts=3")
+    status, printed = run(monkeypatch, capsys, *selfgen)
+    assert status == 2 and "show it with data.self_generated=none data.source=completions data.path=" in printed
+    shown = (
+        *selfgen,
+        "data.self_generated=none",
+        "data.source=completions",
+        f"data.path={own}",
+        "data.held_out_share=0",
+    )
+    assert "learned: 50.0% of the tokens" in run(monkeypatch, capsys, *shown)[1]
     for wrong, message in (([], "name an experiment"), ([*trained, "--documents", "0"], "--documents at least 1")):
         status, printed = run(monkeypatch, capsys, *wrong)
         assert status == 2 and message in printed
