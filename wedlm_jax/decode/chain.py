@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.selection import first_slot
 from wedlm_jax.decode.state import DecodeState, emit
 from wedlm_jax.decode.window import Reading
 
@@ -19,10 +20,8 @@ def agreement(state: DecodeState, reading: Reading, lead: jax.Array) -> tuple[ja
       checked and agreed, bool [B, C]. A draft behind one that fails is not checked: its chain starts from a wrong token.
     """
     draft = (state.slots > 0) & (state.slots < lead[:, None]) & state.running[:, None]
-    agrees = draft & (state.window == jnp.roll(reading.tokens, 1, axis=1))
-    agreed = jnp.cumprod(agrees | (state.slots == 0), axis=1).astype(bool) & draft
-    checked = draft & jnp.roll(agreed | (state.slots == 0), 1, axis=1)
-    return checked, agreed
+    fails = first_slot(draft & (state.window != jnp.roll(reading.tokens, 1, axis=1)))[:, None]
+    return draft & (state.slots <= fails), draft & (state.slots < fails)
 
 
 def check_drafts(

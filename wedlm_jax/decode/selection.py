@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 
 
+def first_slot(where: jax.Array) -> jax.Array:
+    """int32 [B]: the leftmost slot where bool [B, T] holds; T where none does."""
+    T = where.shape[1]
+    return jnp.min(jnp.where(where, jnp.arange(T), T), axis=1)
+
+
 def adjusted_entropy(entropies: jax.Array, masked: jax.Array, distance_penalty: jax.Array) -> jax.Array:
     """Eq. 11: H + lambda * d, d the number of slots right of the leftmost mask; inf where there is no mask."""
-    distance = jnp.arange(masked.shape[1])[None, :] - jnp.argmax(masked, axis=1)[:, None]
+    distance = jnp.arange(masked.shape[1])[None, :] - first_slot(masked)[:, None]
     return jnp.where(masked, entropies + distance_penalty[:, None] * distance, jnp.inf)
 
 
@@ -24,10 +30,11 @@ def sum_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Arr
 
     The sum bounds the entropy of all of them jointly, so a wide window does not make tau looser. Ties go left.
     """
-    order = jnp.argsort(adjusted, axis=1, stable=True)
-    total = jnp.cumsum(jnp.take_along_axis(adjusted, order, axis=1), axis=1)
-    within = total < entropy_threshold[:, None]
-    return masked & jnp.take_along_axis(within, jnp.argsort(order, axis=1), axis=1)
+    slots = jnp.arange(masked.shape[1])
+    ours, others = adjusted[:, :, None], adjusted[:, None, :]
+    as_certain = (others < ours) | ((others == ours) & (slots[None, :] <= slots[:, None]))
+    total = jnp.sum(jnp.where(as_certain & masked[:, None, :], others, 0.0), axis=2)
+    return masked & (total < entropy_threshold[:, None])
 
 
 def run_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Array) -> jax.Array:
@@ -35,8 +42,8 @@ def run_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Arr
 
     For verified decoding: a draft behind a gap is not checked before the gap is filled, and until then it misleads others.
     """
-    goes_on = ~masked | (adjusted < entropy_threshold[:, None])
-    return masked & jnp.cumprod(goes_on, axis=1).astype(bool)
+    stop = first_slot(masked & ~(adjusted < entropy_threshold[:, None]))
+    return masked & (jnp.arange(masked.shape[1]) < stop[:, None])
 
 
 RULES = {"each": each_below, "sum": sum_below, "run": run_below}
@@ -53,8 +60,10 @@ def passing(
     adjusted = adjusted_entropy(entropies, masked, distance_penalty)
     if rule is None:
         return each_below(adjusted, masked, entropy_threshold)
-    by_rule = jnp.stack([select(adjusted, masked, entropy_threshold) for select in RULES.values()])
-    return jnp.take_along_axis(by_rule, rule[None, :, None], axis=0)[0]
+    chosen = jnp.zeros_like(masked)
+    for number, select in enumerate(RULES.values()):
+        chosen |= (rule[:, None] == number) & select(adjusted, masked, entropy_threshold)
+    return chosen
 
 
 def select_by_entropy(
@@ -91,7 +100,7 @@ def select_drafts(
 ) -> jax.Array:
     """What the rule fills, or else the leftmost mask: the only draft that the next forward is sure to check."""
     chosen = passing(entropies, masked, entropy_threshold, distance_penalty, rule)
-    return _or_else(chosen, masked, jnp.argmax(masked, axis=1))
+    return _or_else(chosen, masked, first_slot(masked))
 
 
 def select_by_confidence(confidences: jax.Array, masked: jax.Array, confidence_threshold: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.selection import first_slot
 from wedlm_jax.model.kv_cache import KVCache
 
 RUNNING, STOPPED, FULL = 0, 1, 2  # finish codes: still running, stop id emitted, max_new_tokens reached
@@ -51,7 +52,7 @@ class DecodeState:
 
     def leading_run(self) -> jax.Array:
         """int32 [B]: filled slots before the leftmost mask."""
-        return jnp.sum(jnp.cumprod(self.filled, axis=1), axis=1)
+        return first_slot(~self.filled)
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +87,7 @@ def emit(
     """
     slots = state.slots
     is_stop = jnp.any(tokens[:, :, None] == settings.stop_ids[:, None, :], axis=-1)
-    to_first_stop = 1 + jnp.sum(jnp.cumprod(~is_stop, axis=1), axis=1)
+    to_first_stop = 1 + first_slot(is_stop)
     kept = jnp.minimum(jnp.minimum(count, to_first_stop), settings.max_new_tokens - state.generated)
     kept = jnp.where(state.running, kept, 0)
     stopped = (kept == to_first_stop) & (kept > 0)

@@ -100,7 +100,9 @@ def window_forward(
     tokens = jnp.take_along_axis(tokens, order, axis=1)
     masked = jnp.take_along_axis(~state.filled, order, axis=1) if feeds_masks else None
 
-    def forward(width: int, cache: KVCache, reading: Reading) -> tuple[KVCache, Reading]:
+    def forward(
+        width: int, tokens: jax.Array, order: jax.Array, cache: KVCache, reading: Reading
+    ) -> tuple[KVCache, Reading]:
         hidden, cache = transformer.hidden(
             tokens[:, :width],
             positions=state.length[:, None] + order[:, :width],
@@ -123,7 +125,7 @@ def window_forward(
     widest = jnp.max(jnp.where(state.running, fed, 0))
     branches = [functools.partial(forward, width) for width in widths]
     chosen = sum((widest > width).astype(jnp.int32) for width in widths[:-1])
-    cache, reading = _switch_in_place(chosen, branches, (state.cache, Reading.zeros(B, C)))
+    cache, reading = _switch_in_place(chosen, branches, (tokens, order), (state.cache, Reading.zeros(B, C)))
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -157,15 +159,23 @@ def recorded(
 
 
 def _switch_in_place(
-    chosen: jax.Array | int, branches: Sequence[Callable[[KVCache, Reading], tuple[KVCache, Reading]]], carry: tuple
+    chosen: jax.Array | int,
+    branches: Sequence[Callable[..., tuple[KVCache, Reading]]],
+    inputs: tuple[jax.Array, ...],
+    carry: tuple[KVCache, Reading],
 ) -> tuple[KVCache, Reading]:
-    """`lax.switch` over what it returns, as loops of one trip or none: XLA updates the carry of a loop in place, but copies
-    the whole cache into and out of a conditional that writes it."""
+    """The chosen one of `branches`, called with inputs and carry, as loops of one trip or none: XLA updates the carry of a loop
+    in place, but copies the whole cache into and out of a conditional (`lax.switch`) that writes it."""
     if len(branches) == 1:
-        return branches[0](*carry)
+        return branches[0](*inputs, *carry)
     for number, branch in enumerate(branches):
-        trips = jnp.where(chosen == number, 1, 0)
-        carry = jax.lax.fori_loop(0, trips, lambda _, carry, branch=branch: branch(*carry), carry)
+
+        def only_trip(trip: jax.Array, carry: tuple, branch: Callable = branch) -> tuple[KVCache, Reading]:
+            # Tied to the trip: what follows from the inputs alone XLA would compute before the loop, whatever is chosen.
+            of_trip, _ = jax.lax.optimization_barrier((inputs, trip))
+            return branch(*of_trip, *carry)
+
+        carry = jax.lax.fori_loop(0, jnp.where(chosen == number, 1, 0), only_trip, carry)
     return carry
 
 
