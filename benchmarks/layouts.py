@@ -1,8 +1,10 @@
-"""The same arithmetic written in two ways, as XLA on CPU does it: why norms, attention and projections are written as they are.
+"""The same arithmetic written in two ways, as XLA on CPU does it: why norms, attention, projections and what decoding
+asks of logits are written as they are.
 
     python -m benchmarks.layouts
 
-Shapes are those of `benchmarks.train_step`: 2,048 tokens, D = 512, 8 heads of 64, tiles of 256 keys and 512 queries.
+Shapes are those of `benchmarks.train_step`: 2,048 tokens, D = 512, 8 heads of 64, tiles of 256 keys and 512 queries; below them
+those of a decoding step: 16 slots, 8,192 tokens of the vocabulary, 12 heads of 64 over 256 slots of the cache.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.side_by_side import machine, print_table, side_by_side
+from wedlm_jax.ops.categorical import likeliest
+from wedlm_jax.ops.output_layer import output_logits
 
 TIMES = 20  # in a loop, so that a call's own time does not count
 ROUNDS = 7
@@ -22,6 +26,8 @@ def main() -> None:
     heads, out = _random((1, 2048, 8, 64), (1, 2048, 8, 64))
     (x,) = _random((1, 2048, 512))
     scores, queries = _random((4, 512, 256), (4, 512, 64))
+    keys, window = _random((1, 256, 12, 64), (1, 12, 16, 64))
+    logits, rows, head = _random((16, 8192), (16, 512), (8192, 512))
     pairs: dict[str, tuple[tuple[Any, Any], tuple[jax.Array, jax.Array]]] = {
         "sum of products over the last of four axes: `sum`, `vecdot`": (
             (lambda a, b: jnp.sum(a * b, axis=-1), lambda a, b: jnp.vecdot(a, b)), (heads, out),
@@ -36,6 +42,19 @@ def main() -> None:
         "scores by queries, summed over queries: queries first, keys first": (
             (lambda a, b: jnp.einsum("KRC,KRH->KCH", a, b), lambda a, b: jnp.einsum("KCR,KRH->KCH", a.reshape(4, 256, 512), b)),
             (scores, queries),
+        ),
+        "scores of a window over a cache: slots first, heads first": (
+            (
+                lambda a, b: jnp.einsum("BKRH,BSKH->BKRS", b, a),
+                lambda a, b: jnp.einsum("BKRH,BKSH->BKRS", b, a.swapaxes(1, 2)),
+            ),
+            (keys, window),
+        ),
+        "logits: rows by matrix, matrix by rows": (
+            (lambda a, b: jnp.einsum("RD,VD->RV", a, b), output_logits), (rows, head),
+        ),
+        "likeliest token: `argmax`, a maximum and a search": (
+            (lambda a, b: jnp.argmax(a, axis=-1), lambda a, b: likeliest(a)), (logits, logits),
         ),
     }  # fmt: skip
     programs = {

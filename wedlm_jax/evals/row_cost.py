@@ -20,6 +20,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.ops.output_layer import output_logits
 
 FORWARDS = 4  # of a call, in a loop on the device
 Program = Callable[[], Any]
@@ -132,7 +133,7 @@ def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
 
         def products(_: Any, x_RD: jax.Array) -> jax.Array:
             y_RD, _ = jax.lax.scan(layer, x_RD, (q, k, v, o, gate, up, down))
-            logits = jnp.einsum("RD,VD->RV", y_RD, params[head].astype(config.dtype))
+            logits = output_logits(y_RD, params[head].astype(config.dtype))
             return x_RD + 1e-6 * jnp.mean(logits, axis=-1, keepdims=True)
 
         with jax.default_matmul_precision(config.matmul_precision):

@@ -38,7 +38,9 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     G = N // K
     # Queries of one kv head become rows of one matmul: [B, K, T * G, H].
     q_BKRH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
-    scores_BKRS = jnp.einsum("BKRH,BSKH->BKRS", q_BKRH, k_BSKH, preferred_element_type=jnp.float32)
+    # Keys with their heads first, as the values below: of "BSKH" XLA on CPU would turn every head's keys round for the product.
+    k_BKSH = k_BSKH.swapaxes(1, 2)
+    scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
     scores_BKTGS = jnp.where(visible_BTS[:, None, :, None, :], scores_BKRS.reshape(B, K, T, G, S), MASKED_SCORE)
     # One exponential a score: the sum over keys is divided out of the small output instead of the large weights.
     peak_BKTG = jax.lax.stop_gradient(jnp.max(scores_BKTGS, axis=-1))
