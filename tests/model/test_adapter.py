@@ -58,8 +58,8 @@ LENGTH = jnp.array([0, 5, 11], jnp.int32)
 def test_rows_that_are_no_masks_keep_every_bit(changes):
     """Filled rows come first in a window, so that they see each other alone.
 
-    (With a head_dim of 8 or less a CPU's compiler contracts a * b - c * d in RoPE to a fused product in another order, and
-    the last bit can differ; from 12 on, in every shape that was tried, it does not.)
+    (With a head_dim of 8 or less and qk-norm, the last bit can differ on a CPU: the compiler puts the norm's sum of squares into
+    one loop with what makes its input. Without qk-norm, and from 10 on, in every shape that was tried, it does not.)
     """
     config, own = adapted(ON_MASKS, head_dim=16, **changes)
     base = dataclasses.replace(config, adapter=None)

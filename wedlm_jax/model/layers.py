@@ -98,7 +98,7 @@ def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) ->
     if isinstance(adapted, bool):
         return with_adapter if adapted else of_base
     chosen = jnp.where(adapted.reshape(-1, *[1] * (of_base.ndim - 1)), with_adapter, of_base)
-    # What reads it is compiled as what reads a product, and not into one loop with the choice, where sums may go otherwise.
+    # So that it is not rewritten together with what reads it. A CPU's compiler drops the barrier before it forms its loops.
     return jax.lax.optimization_barrier(chosen)
 
 

@@ -4,6 +4,11 @@ Memory stream and observed rows are the base's own: they run forward once, outsi
 behind but the keys and values that masks read. The mask rows, brought to the front, run behind them through the adapted
 layers. A mask sees the memory of its document before its block, the observed rows of its block, and the masks of its block
 up to itself: three ranges of keys, merged by log-sum-exp. Together the passes are `Transformer.hidden` with `DualStream`.
+
+The memory stream, half of all rows, attends by what `ModelConfig.attention` says. The observed rows and the mask rows attend by
+XLA on every platform: which rows they are is drawn in the step, so their ranges of keys are data. Splash makes the schedule of
+its tiles while it is traced, from a mask by place in the row; left in their places, as it would want them, masks would be L rows
+again, beside idle queries for the memory. The flash kernels take ranges, but hand out no log-sum-exp to merge three by.
 """
 
 from __future__ import annotations
