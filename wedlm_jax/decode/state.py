@@ -35,9 +35,7 @@ class DecodeState:
     rung: jax.Array  # int32 [B]: of AUTO_WINDOWS, the window that a row with window_size="auto" has come to
     finish: jax.Array  # int32 [B]: RUNNING, STOPPED or FULL
     forwards: jax.Array  # int32 [B]: decode forwards, prefill not counted
-    processed: (
-        jax.Array
-    )  # int32 [B]: token instances in those forwards and masks in prefill: real slots, never static padding
+    processed: jax.Array  # int32 [B]: token instances in those forwards, and masks in prefill; no static padding
     checked: jax.Array  # int32 [B, C]: drafts held against the AR chain, by their slot
     agreed: jax.Array  # int32 [B, C]: how many of them were its tokens
 

@@ -20,9 +20,7 @@ class Stats:
 
     generated_tokens: int  # up to and with the first stop id
     forwards: int  # decode forwards that the row took part in, prefill not counted
-    tokens_processed: (
-        int  # token instances in those forwards: real slots, never static padding; the masks of prefill too
-    )
+    tokens_processed: int  # token instances in those forwards, and masks in prefill; no static padding
 
     @property
     def p_cache(self) -> float:

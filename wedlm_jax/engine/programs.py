@@ -22,9 +22,8 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 
 COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
-Progress = dict[
-    str, jax.Array
-]  # of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run
+# Of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run.
+Progress = dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back", "mesh"))
