@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Generator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.sharding import on_mesh
 
 
-class Program(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Program:
     """What a loop is compiled for, beside the shapes of its arrays."""
 
     graph: nnx.GraphDef  # of the transformer
@@ -37,6 +38,14 @@ class Program(NamedTuple):
     @classmethod
     def of(cls, graph: nnx.GraphDef, config: DecodeConfig, mesh: Mesh | None = None) -> Program:
         return cls(graph, config.decoder, config.refill, config.verify, mesh)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Once: a jitted call asks for it every time, and the graph is a tree of its own."""
+        return hash((self.graph, self.decoder, self.refill, self.verify, self.mesh))
 
     def step(
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
