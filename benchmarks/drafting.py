@@ -1,6 +1,7 @@
 """What verified decoding gets out of its drafts: accepted tokens a forward by drafting rule, acceptance by distance, and ties.
 
     python -m benchmarks.drafting --model runs/quickstart
+    python -m benchmarks.drafting --model runs/quickstart --rules verified lookup --limit 500 --no-bfloat16
 
 Held-out problems of each task in one batch (one by one where the window is automatic), greedy, float32 at the highest matmul
 precision; the last part in bfloat16, where two orders of summation may pick different tokens: AR and verified of the same weights
@@ -37,11 +38,14 @@ RULES = {
 @dataclasses.dataclass(frozen=True)
 class Flags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    rules: tuple[str, ...] = tuple(RULES)
     limit: int = 100
-    """Problems a task."""
+    """Problems a task, at most."""
     max_new_tokens: int = 64
     seed: int = 0
     """Which problems."""
+    bfloat16: bool = True
+    """Also the last part."""
 
 
 def decode(model: Model, flags: Flags, name: str, config: DecodeConfig) -> list[Completion]:
@@ -77,13 +81,15 @@ def gap_where_they_part(verified: Completion, alone: Completion) -> float | None
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    exact, half = load_exact(flags.model), load(flags.model, "bfloat16")
+    exact = load_exact(flags.model)
     autoregressive = {name: decode(exact, flags, name, DecodeConfig("ar")) for name in TASKS}
-    print(f"tokens per forward of {flags.limit} problems, and how many equal AR:\n\n| drafts | {' | '.join(TASKS)} |")
+    print(
+        f"tokens per forward of at most {flags.limit} problems, and how many equal AR:\n\n| drafts | {' | '.join(TASKS)} |"
+    )
     print("|---|" + "---|" * len(TASKS))
     drafted: dict[str, list[Completion]] = {}
-    for label, config in RULES.items():
-        cells = []
+    for label in flags.rules:
+        config, cells = RULES[label], []
         for name in TASKS:
             completions = decode(exact, flags, name, config)
             same = sum(c.ids == a.ids for c, a in zip(completions, autoregressive[name], strict=True))
@@ -94,6 +100,9 @@ def main() -> None:
     print("\nacceptance of verified decoding by distance, 1 slot first:")
     for name, completions in drafted.items():
         print(f"{name}: {' '.join(f'{share:.2f}' for share in acceptance(completions))}")
+    if not flags.bfloat16:
+        return
+    half = load(flags.model, "bfloat16")
     print("\nbfloat16, verified against AR of the same weights:")
     for name in TASKS:
         pairs = zip(*(decode(half, flags, name, DecodeConfig(d)) for d in ("verified", "ar")), strict=True)

@@ -33,7 +33,7 @@ def run(monkeypatch, capsys, *args):
 def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypatch, capsys, model_dir, tmp_path):
     status, out, err = run(
         monkeypatch, capsys, "--model", model_dir, "--tasks", "counting", "--decoders", "verified", "lookup",
-        "--batches", 1, 2, "--prompts", 8, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
+        "--batches", 1, 2, "--prompts", 0, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
     )  # fmt: skip
     assert status == 0, err
     results = json.loads((tmp_path / "out" / "bench.json").read_text())
@@ -44,7 +44,8 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypat
     assert (tmp_path / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(out.split())
     assert "exceed the model's context of 512" in said  # not skipped in silence
-    assert "GFLOP/s" in said and "counting, batch 2, 8 + 6 tokens" in said
+    [prompt] = {row["work"]["prompt_tokens"] for row in results["rows"]}
+    assert "GFLOP/s" in said and f"counting, batch 2, {prompt} (one problem) + 6 tokens" in said
 
 
 def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_path):
@@ -76,6 +77,7 @@ def test_it_says_where_ar_wins():
     ("flags", "said"),
     [
         (("--batches", 0), "--batches 0: must be at least 1"),
+        (("--prompts", -1), "--prompts: give lengths in tokens, or 0"),
         (("--repeats", 0), "--repeats 0: must be at least 1"),
         (("--decoder", "ar"), "--decoder does nothing here; use --decoders"),
         (("--decoders", "ar"), "AR always runs"),

@@ -34,7 +34,7 @@ from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, where_they_part
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
-from wedlm_jax.evals.speed import Speed, Work, compare
+from wedlm_jax.evals.speed import Speed, Work, compare, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.tasks import task, text_continuation
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
@@ -59,7 +59,7 @@ class Bench:
     """Set against AR, which always runs."""
     batches: tuple[int, ...] = (1, 8, 32, 64)
     prompts: tuple[int, ...] = (64, 1024, 4096)
-    """Tokens of a prompt."""
+    """Tokens of a prompt, solved problems before the one to solve; 0: one problem alone, at its own length."""
     outputs: tuple[int, ...] = (32, 256, 1024)
     """Tokens of a completion, at most."""
     repeats: int = 5
@@ -88,16 +88,16 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
     configs = [dataclasses.replace(decode, decoder=decoder) for decoder in ("ar", *args.decoders)]
-    work, left_out = works(args, model)
+    problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
+    work, left_out = works(args, model, problems)
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
-    problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
     console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}")
     console.print("\n".join([*left_out, ""]))
     speeds: list[Speed] = []
     besides: list[Beside] = []
     with contextlib.ExitStack() as stack:
-        baselines, official = started(args, model, decode, stack)
+        baselines, official = started(args, work, model, decode, stack)
         rates = Rates.measured(model.config.dtype)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         bar = progress.add_task("", total=len(work))
@@ -134,7 +134,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
 
 
 def started(
-    args: Bench, model: Model, decode: DecodeConfig, stack: contextlib.ExitStack
+    args: Bench, work: Sequence[Work], model: Model, decode: DecodeConfig, stack: contextlib.ExitStack
 ) -> tuple[list[Baseline], Baseline | None]:
     """The other engines that are asked for, each in a process that ends with `stack`, over an export of these weights."""
     if args.official is not None and not model.needs_mask_token:
@@ -149,31 +149,30 @@ def started(
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,
         "mask_token_id": decode.mask_token_id or model.mask_token_id, "rows": max(args.batches),
-        "context": max(args.prompts) + max(args.outputs),
+        "context": max(piece.prompt_tokens + piece.output_tokens for piece in work),
     }  # fmt: skip
     engines = [stack.enter_context(Baseline(name, args.python, export, **job)) for name in names]
     return engines[: len(args.baseline)], None if args.official is None else engines[-1]
 
 
-def works(args: Bench, model: Model) -> tuple[list[Work], list[str]]:
+def works(args: Bench, model: Model, problems: dict[str, list[Problem]]) -> tuple[list[Work], list[str]]:
     """What fits into the model's context, and a line about each pair of lengths that does not."""
     context = model.config.max_position_embeddings
-    fits = lambda prompt, output: prompt + output <= context  # noqa: E731
-    found = [
-        Work(name, batch, prompt, output)
-        for name in args.tasks
-        for batch in args.batches
-        for prompt in args.prompts
-        for output in args.outputs
-        if fits(prompt, output)
-    ]
-    left_out = [
-        f"Left out: prompts of {prompt} with outputs of {output}, which exceed the model's context of {context}."
-        for prompt in args.prompts
-        for output in args.outputs
-        if not fits(prompt, output)
-    ]
-    return found, left_out
+    found, left_out = [], []
+    for name in args.tasks:
+        own = own_length(model, problems[name]) if 0 in args.prompts else 0
+        for batch in args.batches:
+            for prompt in args.prompts:
+                for output in args.outputs:
+                    work = Work(name, batch, prompt or own, output, alone=not prompt)
+                    if work.prompt_tokens + output <= context:
+                        found.append(work)
+                    else:
+                        left_out.append(
+                            f"Left out: prompts of {work.prompt_tokens} with outputs of {output}, which exceed the model's "
+                            f"context of {context}."
+                        )
+    return found, list(dict.fromkeys(left_out))
 
 
 def problems_of(name: TaskName) -> list[Problem]:
@@ -185,7 +184,7 @@ def table(speeds: Sequence[Speed]) -> Table:
     """The decoders on one piece of work; fits 80 columns."""
     shown = Table(title=str(speeds[0].work), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("decoder", no_wrap=True)
-    columns = "tokens\n/s", "vs AR", "first\nms", "tokens/\nforward", "p_cache", "forward\nms", "roofline\nms", "as AR"
+    columns = "tokens\n/s", "vs AR", "first\nms", "tokens/\nforward", "p_cache", "forward\nms", "roofline\nms", "as\nAR"
     for name in columns:
         shown.add_column(name, justify="right", no_wrap=True)
     for speed in speeds:
@@ -233,7 +232,9 @@ def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates:
 def main() -> None:
     keep_freed_memory()
     args = parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:]))
-    require_positive(args, "batches", "prompts", "outputs", "repeats")
+    require_positive(args, "batches", "outputs", "repeats")
+    if min(args.prompts, default=-1) < 0:
+        raise UserError("--prompts: give lengths in tokens, or 0 for one problem alone")
     refuse_beside(args.decode, DecodeConfig(), {"decoder": "--decoders", "max_new_tokens": "--outputs"})
     for name in ("tasks", "decoders"):
         if not getattr(args, name):

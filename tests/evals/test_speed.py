@@ -1,16 +1,18 @@
 """Decoders compared on the same prompts: exact lengths, warm calls, medians, ratios of totals."""
 
+import itertools
 import math
 
 import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
-from wedlm_jax.evals.speed import Work, compare, prompts_of
+from wedlm_jax.evals.speed import Work, compare, own_length, prompts_of
 
 PROBLEMS = [Problem("echo", f"Question {i}: what? ", f"Answer {i}.", str(i)) for i in range(6)]
 WORK = Work("echo", batch=2, prompt_tokens=24, output_tokens=8)
@@ -31,6 +33,17 @@ def test_every_prompt_has_exactly_the_length_asked_for_and_ends_in_a_problem_of_
 def test_a_prompt_longer_than_all_problems_is_refused_with_what_to_lower():
     with pytest.raises(UserError, match="make .* tokens, and prompts of 100000 are wanted; lower --prompts"):
         prompts_of(tiny_model(), PROBLEMS, Work("echo", 1, 100_000, 8))
+
+
+def test_a_prompt_may_be_one_problem_alone_of_the_commonest_length():
+    problems = [*PROBLEMS, Problem("echo", "Quite another question, and a longer one? ", "Yes.", "")]
+    model = tiny_model()
+    length = own_length(model, problems)
+    prompts = prompts_of(model, problems, Work("echo", 8, length, 8, alone=True))
+    own = [encode_with_control_tokens(model.tokenizer, problem.prompt) for problem in problems]
+    lengths = [len(ids) for ids in own]
+    assert lengths.count(length) == max(lengths.count(n) for n in lengths)
+    assert prompts == list(itertools.islice(itertools.cycle(ids for ids in own if len(ids) == length), 8))
 
 
 class FakeGenerate:

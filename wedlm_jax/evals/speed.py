@@ -28,9 +28,11 @@ class Work:
     batch: int
     prompt_tokens: int
     output_tokens: int  # at most, of each row: an end token ends it sooner
+    alone: bool = False  # prompts are single problems of that length, with none solved before them
 
     def __str__(self) -> str:
-        return f"{self.task}, batch {self.batch}, {self.prompt_tokens} + {self.output_tokens} tokens"
+        prompt = f"{self.prompt_tokens} (one problem)" if self.alone else f"{self.prompt_tokens}"
+        return f"{self.task}, batch {self.batch}, {prompt} + {self.output_tokens} tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,23 +47,26 @@ class Speed:
     tokens_per_second: float
     tokens_per_forward: float  # of a row
     p_cache: float
-    forward_milliseconds: float  # one forward of the batch, prefill not in it; NaN where there was but one
+    forward_milliseconds: (
+        float  # one forward of the batch, prefill not in it; NaN where there was but one, or the clock failed
+    )
     roofline_milliseconds: float  # the least for a forward over as many slots, by this machine's measured rates
     speedup_over_ar: float
     equal_to_ar: int  # rows whose tokens are those of AR
 
 
 def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[list[int]]:
-    """One prompt of exactly `prompt_tokens` tokens a row: problems with their solutions, and last a problem without.
+    """One prompt of exactly `prompt_tokens` tokens a row: problems with their solutions, and last, or alone, one without.
 
     Raises:
       UserError: the problems do not make that many tokens, or the model has no tokenizer.
     """
-    if model.tokenizer is None:
-        raise UserError("the model has no tokenizer, so no task can be put to it")
-    prompts = []
+    if work.alone:
+        fitting = [ids for ids in map(_encoder(model), problems) if len(ids) == work.prompt_tokens]
+        return [fitting[row % len(fitting)] for row in range(work.batch)]
+    encode, prompts = _encoder(model), []
     for row in range(work.batch):
-        ids = encode_with_control_tokens(model.tokenizer, problems[row % len(problems)].prompt)
+        ids = encode(problems[row % len(problems)])
         for before in _others(problems, row):
             if len(ids) >= work.prompt_tokens:
                 break
@@ -73,6 +78,17 @@ def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[li
             )
         prompts.append(ids[-work.prompt_tokens :])
     return prompts
+
+
+def own_length(model: Model, problems: Sequence[Problem]) -> int:
+    """The commonest length of a problem's prompt by itself, in tokens."""
+    return statistics.mode(len(ids) for ids in map(_encoder(model), problems))
+
+
+def _encoder(model: Model) -> Callable[[Problem], list[int]]:
+    if model.tokenizer is None:
+        raise UserError("the model has no tokenizer, so no task can be put to it")
+    return lambda problem: encode_with_control_tokens(model.tokenizer, problem.prompt)
 
 
 def _others(problems: Sequence[Problem], row: int) -> Iterator[Problem]:
@@ -137,6 +153,7 @@ def compare(
         stats = [completion.stats for completion in completions[whole]]
         generated, forwards = sum(s.generated_tokens for s in stats), sum(s.forwards for s in stats)
         later = _longest(completions[whole]) - _longest(completions[first])
+        behind = median[whole] - median[first]  # below 0 only where other work disturbs the clock
         slots = sum(s.tokens_processed - in_prefill.get(decoder, 0) for s in stats) / forwards
         return Speed(
             work,
@@ -147,7 +164,7 @@ def compare(
             generated / median[whole],
             generated / forwards,
             generated / sum(s.tokens_processed for s in stats),
-            1e3 * (median[whole] - median[first]) / later if later > 0 else float("nan"),
+            1e3 * behind / later if later > 0 < behind else float("nan"),
             1e3
             * forward_seconds(
                 model.config,

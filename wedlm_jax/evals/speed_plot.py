@@ -20,15 +20,13 @@ COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
 def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     """Writes a PNG: a line of panels for each task, a column for each pair of prompt and output length."""
     tasks = list(dict.fromkeys(s.work.task for s in speeds))
-    lengths = list(dict.fromkeys((s.work.prompt_tokens, s.work.output_tokens) for s in speeds))
+    lengths = list(dict.fromkeys(_lengths(s) for s in speeds))
     size = 3.4 * len(lengths) + 0.6, 2.9 * len(tasks) + 1.0
     figure, grid = plt.subplots(len(tasks), len(lengths), figsize=size, squeeze=False, sharex=True, dpi=110)
     decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
     for line, task in zip(grid, tasks, strict=True):
         for axes, (prompt, output) in zip(line, lengths, strict=True):
-            here = [
-                s for s in speeds if (s.work.task, s.work.prompt_tokens, s.work.output_tokens) == (task, prompt, output)
-            ]
+            here = [s for s in speeds if (s.work.task, *_lengths(s)) == (task, prompt, output)]
             for decoder in decoders:
                 of_decoder = [s for s in here if s.decoder == decoder]
                 axes.plot(
@@ -41,7 +39,7 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
             axes.axhline(1.0, color=COLOURS["ar"], linewidth=1, linestyle="--", label="AR")
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
-            axes.set_title(f"{task.replace('_', ' ')}, {prompt} + {output} tokens", fontsize=9)
+            axes.set_title(f"{task.replace('_', ' ')}, {prompt or 'one problem'} + {output} tokens", fontsize=9)
             axes.grid(color="#e4e4e4")
             axes.set_axisbelow(True)
         line[0].set_ylabel("tokens/s over AR's")
@@ -53,3 +51,8 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     figure.tight_layout(rect=(0, 0.35 / size[1], 1, 0.99))
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
+
+
+def _lengths(speed: Speed) -> tuple[int, int]:
+    """Of prompt and output; 0 for a problem alone, whose length is the task's."""
+    return 0 if speed.work.alone else speed.work.prompt_tokens, speed.work.output_tokens
