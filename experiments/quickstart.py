@@ -5,10 +5,10 @@
     python -m wedlm_jax.evaluate --exp quickstart
 
 Two CPU cores, about 4 minutes. Expect, on held-out problems (n = 200, seed 0): AR 98 % on word problems, as the base, and
-100 % on counting; verified decoding equal to AR token for token, at 5.4 tokens per forward on word problems, 7.6 on
-counting and 4.4 on copying. Streaming at tau 0.4 is less exact: 61 and 66 % at 4.4 and 6.9 tokens per forward. The table is
-in README.md. A change in the order of float sums trains other weights: three training seeds of an earlier version, in
-benchmarks/RESULTS.md, show the spread.
+100 % on counting; verified decoding equal to AR token for token, at 5.7 tokens per forward on word problems, 9.9 on
+counting and 2.3 on copying. Streaming at tau 0.4 is less exact: 63 and 96 % at 3.0 and 6.7 tokens per forward. The table is
+in README.md. A change in the order of float sums trains other weights: three training seeds, in benchmarks/RESULTS.md, show
+the spread.
 """
 
 from wedlm_jax.experiment import (
