@@ -32,7 +32,9 @@ def sum_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Arr
     """
     slots = jnp.arange(masked.shape[1])
     ours, others = adjusted[:, :, None], adjusted[:, None, :]
-    as_certain = (others < ours) | ((others == ours) & (slots[None, :] <= slots[:, None]))
+    # A mask counts itself by its place: XLA may compute both sides of a comparison apart, and round them apart.
+    itself = slots[None, :] == slots[:, None]
+    as_certain = itself | (others < ours) | ((others == ours) & (slots[None, :] < slots[:, None]))
     total = jnp.sum(jnp.where(as_certain & masked[:, None, :], others, 0.0), axis=2)
     return masked & (total < entropy_threshold[:, None])
 
