@@ -53,7 +53,7 @@ def main() -> None:
         "logits: rows by matrix, matrix by rows": (
             (lambda a, b: jnp.einsum("RD,VD->RV", a, b), output_logits), (rows, head),
         ),
-        "likeliest token: `argmax`, a maximum and a search": (
+        "likeliest token: `argmax`, maxima of blocks first": (
             (lambda a, b: jnp.argmax(a, axis=-1), lambda a, b: likeliest(a)), (logits, logits),
         ),
     }  # fmt: skip

@@ -1,21 +1,37 @@
 """What decoding asks of logits [..., V]: the likeliest token, log-probabilities, the entropy, the largest probability.
 
-Each is a few plain maxima, exponentials and products of vectors, which XLA on CPU runs many numbers at a time; `jnp.argmax`, a
-reduction of pairs, it runs one by one. What several of them need is computed once: their common parts are written alike.
+All but the first are a few plain maxima, exponentials and products of vectors, which XLA on CPU runs many numbers at a time.
+What several of them need is computed once: their common parts are written alike.
 """
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.ops.attention import target_platform
+
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """int32 [...]: the first token of the largest logit."""
-    V = logits.shape[-1]
-    tokens = jnp.arange(V, dtype=jnp.int32)
-    at_peak = jnp.where(logits == jnp.max(logits, axis=-1, keepdims=True), tokens, V - 1)
-    return jnp.min(at_peak, axis=-1)
+    """int32 [...]: the first token of the largest logit; where a logit is NaN, any token.
+
+    `argmax` is a reduction of pairs, which XLA on CPU runs one by one (`python -m benchmarks.layouts`): there it is asked of the
+    maxima of blocks, and then of one block. A search for the logit that equals the maximum would be no safe way: XLA may
+    compute the logits anew for it and round them otherwise, and then none does.
+    """
+    if target_platform() != "cpu":
+        return jnp.argmax(logits, axis=-1)
+    *shape, V = logits.shape
+    width = 1 << (math.isqrt(V) - 1).bit_length()  # about as many blocks as logits in each
+    whole, rest = jnp.split(logits, [V - V % width], axis=-1)
+    maxima = jnp.max(whole.reshape(*shape, V // width, width), axis=-1)
+    if rest.size:
+        maxima = jnp.concatenate([maxima, jnp.max(rest, axis=-1, keepdims=True)], axis=-1)
+    first = jnp.minimum(width * jnp.argmax(maxima, axis=-1), V - width)[..., None]
+    block = jnp.take_along_axis(logits, first + jnp.arange(width), axis=-1)
+    return first[..., 0] + jnp.argmax(block, axis=-1)
 
 
 def log_prob(logits: jax.Array, tokens: jax.Array) -> jax.Array:
