@@ -70,6 +70,18 @@ def test_filters_keep_the_tokens_and_probabilities_of_the_official_ones():
         np.testing.assert_allclose(scaled / scaled.sum(), unit["probs"], atol=1e-5)
 
 
+def test_filters_keep_the_likeliest_by_their_places_and_ties_with_the_last_of_them():
+    logits = jnp.asarray([[[3.0, 1.0, 2.0, 2.0, -jnp.inf, 2.0]]])
+    kept = {
+        (k, p): np.flatnonzero(np.isfinite(filter_logits(logits, jnp.asarray([k]), jnp.asarray([p]))[0, 0])).tolist()
+        for k, p in ((1, 1.0), (2, 1.0), (5, 1.0), (0, 1.0), (0, 1e-30), (2, 0.7))
+    }
+    assert kept[1, 1.0] == kept[0, 1e-30] == [0]
+    assert kept[2, 1.0] == [0, 2, 3, 5]
+    assert kept[2, 0.7] == [0, 2, 3]  # of ties at the limit of top-p the first
+    assert kept[5, 1.0] == kept[0, 1.0] == [0, 1, 2, 3, 5]
+
+
 def test_draws_follow_the_filtered_distribution():
     """Noise per position makes fair draws: frequencies over many positions meet the probabilities."""
     config = DecodeConfig(temperature=0.7, top_k=6, top_p=0.95, ban_mask=False)

@@ -54,14 +54,12 @@ def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.
       top_p: float32 [B]; the token that crosses the limit is kept.
     """
     V = logits.shape[-1]
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)
-    descending = -jnp.sort(-logits, axis=-1)
-    kth = jnp.take_along_axis(descending, (k - 1)[:, None, None], axis=-1)
-    logits = jnp.where(logits < kth, -jnp.inf, logits)
-
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    p = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)
+    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[:, None, None]
+    order, place = jnp.argsort(-logits, axis=-1, stable=True), jnp.arange(V)
+    descending = jnp.take_along_axis(logits, order, axis=-1)
+    # The first by their places: XLA may compute both sides of a comparison apart, and round them apart.
+    kept = (place < k) | (descending >= jnp.take_along_axis(descending, k - 1, axis=-1))
+    p = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf), axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
-    keep_sorted = (before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
-    keep = jnp.take_along_axis(keep_sorted, jnp.argsort(order, axis=-1), axis=-1)
-    return jnp.where(keep, logits, -jnp.inf)
+    kept &= (place == 0) | (before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
+    return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)

@@ -123,5 +123,8 @@ def select_by_confidence(confidences: jax.Array, masked: jax.Array, confidence_t
 
 
 def _or_else(chosen: jax.Array, masked: jax.Array, best: jax.Array) -> jax.Array:
-    only_best = masked & (jnp.arange(masked.shape[1])[None, :] == best[:, None])
-    return jnp.where(jnp.any(chosen, axis=1, keepdims=True), chosen, only_best)
+    """What is chosen, or else the mask `best`: never nothing, though XLA compute `chosen` twice and round it apart."""
+    T = masked.shape[1]
+    first = first_slot(chosen)
+    surely = jnp.where(first < T, first, best)
+    return masked & (chosen | (jnp.arange(T)[None, :] == surely[:, None]))
