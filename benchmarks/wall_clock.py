@@ -30,6 +30,7 @@ from benchmarks.random_model import random_model
 from benchmarks.side_by_side import machine, print_table
 from wedlm_jax import DecodeConfig, Model, generate, load
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import Batch, bucket, make_request
 from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prompts import encode_prompt
@@ -176,7 +177,7 @@ def against_ar(
                 state = jax.block_until_ready(run())
                 seconds[which] += time.perf_counter() - start
                 assert int(state.generated[0]) == sum(steps.emitted)
-                assert which or int(state.processed[0]) == config.prefill_masks + sum(steps.fed)
+                assert which or int(state.processed[0]) == masks_in_prefill(config, 1) + sum(steps.fed)
         if turn:  # the first compiles
             ours.append(seconds[0] / forwards)
             theirs.append(seconds[1] / tokens)

@@ -9,6 +9,7 @@ import pytest
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode.auto_window import next_rung, rung_in_play
 from wedlm_jax.decode.config import AUTO_WINDOWS
+from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request
 
 from .models import MASK, TINY, config_of, reciting_model, tiny_model
@@ -49,6 +50,30 @@ def test_rows_share_the_slots_of_a_forward(running, widest):
         batch.state, rung=jnp.full(rows, len(AUTO_WINDOWS) - 1), finish=jnp.where(jnp.arange(rows) < running, 0, 1)
     )
     assert {AUTO_WINDOWS[rung] for rung in np.asarray(rung_in_play(state)).tolist()} == {widest}
+
+
+@pytest.mark.parametrize(
+    ("window", "rows", "masks"),
+    [
+        ("auto", 1, 31),
+        ("auto", 4, 31),
+        ("auto", 5, 15),
+        ("auto", 9, 7),
+        ("auto", 17, 3),
+        (5, 1, 4),
+        (8, 9, 7),
+        (1, 2, 0),
+    ],
+)
+def test_prefill_drafts_from_the_masks_of_the_window_that_a_row_starts_with_and_counts_as_many(window, rows, masks):
+    config = config_of("verified", window_size=window, entropy_threshold=float("inf"))
+    batch = Batch(
+        tiny_model(), [make_request(tiny_model(), [1], config, row=row, name="prompt") for row in range(rows)]
+    )
+    assert masks_in_prefill(config, rows) == masks <= riding_masks(config.drafter, config.slots)
+    assert batch.state.processed.tolist() == [masks] * rows
+    assert batch.state.filled.sum(axis=1).tolist() == [1 + masks] * rows  # all of them, and the pending token
+    assert masks_in_prefill(config_of("lookup"), rows) == 0
 
 
 def test_windows_of_a_trace_follow_the_rule():

@@ -11,6 +11,7 @@ import pytest
 
 from wedlm_jax import Completion, DecodeConfig, generate
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.loop import Program, run, start
 
@@ -39,7 +40,7 @@ def test_the_compiled_loop_equals_the_python_loop(loop):
     for config, completion in zip(configs, traced, strict=True):
         assert len(completion.trace) == completion.stats.forwards
         fed = sum(len(e["window"]) for e in completion.trace)
-        assert fed + config.prefill_masks == completion.stats.tokens_processed
+        assert fed + masks_in_prefill(config, len(PROMPTS)) == completion.stats.tokens_processed
         assert sum(e["emitted"] for e in completion.trace) == completion.stats.generated_tokens
 
 

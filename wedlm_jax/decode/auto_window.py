@@ -18,8 +18,13 @@ SHARED_SLOTS = 128
 
 def rung_in_play(state: DecodeState) -> jax.Array:
     """int32 [B]: the place in AUTO_WINDOWS of the window that a row gets in this step; the least where rows are many."""
-    shared = jnp.array(AUTO_WINDOWS) * jnp.sum(state.running) <= SHARED_SLOTS
-    return jnp.minimum(state.rung, jnp.maximum(jnp.sum(shared) - 1, 0))
+    return jnp.minimum(state.rung, widest_rung(jnp.sum(state.running)))
+
+
+def widest_rung(rows: jax.Array | int) -> jax.Array:
+    """int32: the place in AUTO_WINDOWS of the widest window that so many running rows may have."""
+    shared = jnp.array(AUTO_WINDOWS) * rows <= SHARED_SLOTS
+    return jnp.maximum(jnp.sum(shared) - 1, 0)
 
 
 def window_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:

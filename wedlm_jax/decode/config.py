@@ -120,11 +120,6 @@ class DecodeConfig:
         return self.decoder if self.decoder in get_args(Drafter) else None  # type: ignore[return-value]
 
     @property
-    def prefill_masks(self) -> int:
-        """Masks that ride in prefill, for the first drafts (verified)."""
-        return self.window - 1 if self.decoder == "verified" else 0
-
-    @property
     def tau(self) -> float:
         """The entropy threshold as a number; -inf where one mask a step is filled."""
         if self.entropy_threshold == "auto":

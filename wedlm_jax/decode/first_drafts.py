@@ -11,8 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.decode.auto_window import window_in_play
-from wedlm_jax.decode.config import Drafter, RowSettings
+from wedlm_jax.decode.auto_window import widest_rung, window_in_play
+from wedlm_jax.decode.config import AUTO_WINDOWS, DecodeConfig, Drafter, RowSettings
 from wedlm_jax.decode.lookup import draft
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState
@@ -22,8 +22,16 @@ from wedlm_jax.ops.categorical import entropy
 
 
 def riding_masks(drafter: Drafter | None, slots: int) -> int:
-    """How many masks ride in prefill: those behind the pending token, in a program of so many window slots."""
+    """How many masks ride in prefill: those behind the pending token, in a program of so many window slots. What of them lies
+    behind a row's own window is padding."""
     return slots // 2 - 1 if drafter == "verified" else 0
+
+
+def masks_in_prefill(config: DecodeConfig, rows: int) -> int:
+    """How many of them are of a row's own window, where so many rows start at once: drafted from, and counted as processed."""
+    if config.drafter != "verified":
+        return 0
+    return (AUTO_WINDOWS[int(widest_rung(rows))] if config.adapts else config.window) - 1
 
 
 def first_drafts(
@@ -52,5 +60,5 @@ def first_drafts(
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
     )
     window = jnp.where(filling, reading.tokens, state.window)
-    processed = state.processed + settings.window_size - 1
+    processed = state.processed + jnp.sum(masked, axis=1)
     return dataclasses.replace(state, window=window, filled=state.filled | filling, processed=processed)

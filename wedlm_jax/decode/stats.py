@@ -14,8 +14,8 @@ class Stats:
 
     Streaming and block-wise prefill the whole prompt; AR, verified and lookup hold its last token back for the first forward,
     so that AR is exactly 1 in both ratios. Verified lets its first masks ride in prefill, so that this forward checks drafts
-    already: the masks count as processed. Streaming feeds every token at least twice, as a mask and as itself, so its
-    p_cache stays at or below 1/2.
+    already: the masks of its window count as processed. Streaming feeds every token at least twice, as a mask and as itself,
+    so its p_cache stays at or below 1/2.
     """
 
     generated_tokens: int  # up to and with the first stop id

@@ -12,6 +12,7 @@ from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
@@ -146,7 +147,7 @@ def compare(
             seconds[name].append(call()[0])
     median = {name: statistics.median(times) for name, times in seconds.items()}
 
-    in_prefill: dict[str, int] = {config.decoder: config.prefill_masks for config in configs}
+    in_prefill: dict[str, int] = {config.decoder: masks_in_prefill(config, work.batch) for config in configs}
 
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
