@@ -116,7 +116,11 @@ def of_cache(
     """Of the output of a window behind an empty cache and of one behind a cache that is half full."""
     q, k, v, _ = random_heads(2, slots, head_dim, heads, kv_heads)
     end = jnp.array([[1], [slots // 2]]) + jnp.arange(window)
-    through_cache = lambda q, k, v: attend_cache(q, k[None], v[None], jnp.int32(0), end, split=split)  # noqa: E731
+
+    def through_cache(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k_LBKSH, v_LBKSH = (x.swapaxes(1, 2)[None] for x in (k, v))
+        return attend_cache(q, k_LBKSH, v_LBKSH, jnp.int32(0), end, split=split)
+
     plain = dense(jnp.arange(slots) < end[..., None])
     return errors({"": through_cache}, plain, (q[:, :window], k, v))[""]
 

@@ -44,9 +44,9 @@ class Flags:
     """Slots of a page; a contiguous cache is pages in order."""
 
 
-def by_xla(q_BTNH: jax.Array, k_LBSKH: jax.Array, v_LBSKH: jax.Array, layer: jax.Array, end_BT: jax.Array) -> jax.Array:
+def by_xla(q_BTNH: jax.Array, k_LBKSH: jax.Array, v_LBKSH: jax.Array, layer: jax.Array, end_BT: jax.Array) -> jax.Array:
     """As `attend_cache` where the largest context is in use."""
-    k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k_LBSKH, v_LBSKH))
+    k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).swapaxes(1, 2) for x in (k_LBKSH, v_LBKSH))
     return attend_ranges(q_BTNH, k_BSKH, v_BSKH, jnp.zeros_like(end_BT), end_BT)[0]
 
 
@@ -68,9 +68,9 @@ def by_pages_of_a_layer(q_BTNH: jax.Array, kv_PSCH: jax.Array, layer: jax.Array,
 
 
 def by_pages_copied(
-    q_BTNH: jax.Array, k_LBSKH: jax.Array, v_LBSKH: jax.Array, layer: jax.Array, end_BT: jax.Array
+    q_BTNH: jax.Array, k_LBKSH: jax.Array, v_LBKSH: jax.Array, layer: jax.Array, end_BT: jax.Array
 ) -> jax.Array:
-    k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (k_LBSKH, v_LBSKH))
+    k_BSKH, v_BSKH = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).swapaxes(1, 2) for x in (k_LBKSH, v_LBKSH))
     H = q_BTNH.shape[3]
     kv_PSCH = jnp.stack([k_BSKH, v_BSKH], axis=3).reshape(-1, FLAGS.page, 2 * FLAGS.kv_heads, H)
     return by_pages(q_BTNH, kv_PSCH, jnp.int32(0), end_BT)
@@ -100,7 +100,7 @@ def main() -> None:
     FLAGS = tyro.cli(Flags, description=__doc__)
     mesh = make_mesh(MeshConfig(), ahead_of_time._devices(FLAGS.topology))
     B, T, S, K, H = FLAGS.rows, FLAGS.window, FLAGS.slots, FLAGS.kv_heads, FLAGS.head_dim
-    apart = [(FLAGS.layers, B, S, K, H)] * 2
+    apart = [(FLAGS.layers, B, K, S, H)] * 2
     pages = [(FLAGS.layers * B * S // FLAGS.page, FLAGS.page, 2 * K, H)]
     flops = 4 * B * T * FLAGS.heads * H * S
     cache = 2 * 2 * B * S * K * H

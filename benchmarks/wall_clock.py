@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax import nnx
 
 from benchmarks import shapes
 from benchmarks.random_model import random_model
@@ -40,6 +39,8 @@ from wedlm_jax.decode.window import feeding_widths, window_forward
 from wedlm_jax.evals.row_cost import FORWARDS, forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.weights import Weights
 from wedlm_jax.ops.categorical import entropy
 
 Part = Literal["curve", "allocated", "speed"]
@@ -199,17 +200,15 @@ def replay(batch: Batch, steps: Steps) -> DecodeState:
     padded = np.pad(
         counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1]))
     )  # so that few lengths are compiled
-    start = (batch.program, batch.params, batch.state, batch.settings)
+    start = (batch.program, batch.model.weights, batch.state, batch.settings)
     return _replay(*start, jnp.asarray(padded), counts.shape[1])
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
 def _replay(
-    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, counts: jax.Array, steps: jax.Array
+    program: Program, weights: Weights, state: DecodeState, settings: RowSettings, counts: jax.Array, steps: jax.Array
 ) -> DecodeState:
-    transformer = nnx.merge(program.graph, params)
-
-    def step(number: jax.Array, state: DecodeState) -> DecodeState:
+    def step(transformer: Transformer, number: jax.Array, state: DecodeState) -> DecodeState:
         C, slots = state.window.shape[1], state.slots
         lead, accepted, fed = counts[:, number, None]
         state = dataclasses.replace(state, filled=slots < lead[:, None])
@@ -224,7 +223,8 @@ def _replay(
         window = jnp.where(filling, reading.tokens, state.window)
         return advance(dataclasses.replace(state, window=window), kept)
 
-    return jax.lax.fori_loop(0, steps, step, state)
+    with weights.transformer() as transformer:
+        return jax.lax.fori_loop(0, steps, functools.partial(step, transformer), state)
 
 
 if __name__ == "__main__":

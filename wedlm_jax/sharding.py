@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -96,9 +96,9 @@ def param_shardings(
     return shardings
 
 
-def on_mesh(mesh: Mesh) -> AbstractContextManager[None]:
-    """Entered inside a traced function: what `constrain` there means, and which platform is compiled for."""
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+def on_mesh(mesh: Mesh | None) -> AbstractContextManager[None]:
+    """Entered inside a traced function: what `constrain` there means, and which platform is compiled for; nothing, of None."""
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def mesh_in_force() -> AbstractMesh | None:

@@ -73,10 +73,6 @@ def tiny_model(seed: int = 0, config: ModelConfig = TINY) -> Model:
     return Model(transformer_from(config, params), config, mask_token_id=config.vocab_size - 1)
 
 
-def split(model: Model) -> tuple[nnx.GraphDef, nnx.State]:
-    return nnx.split(model.transformer)
-
-
 def start_sizes(config: DecodeConfig) -> dict:
     """What `loop.start` is compiled for, beside the shapes of its arrays."""
     sizes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET)
@@ -94,6 +90,10 @@ class Reciter(nnx.Module):
         self.config, self.mask_token_id = config, mask_token_id
         self.chain = nnx.Variable(jnp.asarray(chain, jnp.int32))
         self.drafts = nnx.Variable(jnp.asarray(drafts, jnp.int32))
+        self.layers = nnx.List()
+
+    def empty_cache(self, batch, slots):
+        return ()
 
     def hidden(self, tokens, *, positions, pattern=None, masked=None, cache=None):
         next_token = self.chain[...][jnp.minimum(positions + 1, self.chain.shape[0] - 1)]

@@ -18,7 +18,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.window import feeding_widths
 
-from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, split, start_sizes, tiny_model
+from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
@@ -81,11 +81,11 @@ def test_a_second_call_compiles_nothing_at_all(caplog):
 @functools.cache
 def arguments(name: str, window_size: int = 4) -> tuple:
     config = dataclasses.replace(config_of(name, temperature=0.5, window_size=window_size), mask_token_id=MASK)
-    graph, params = split(tiny_model())
+    weights = tiny_model().weights
     lengths = jnp.asarray([1, 2, 3], jnp.int32)
     prompt, settings = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), RowSettings.from_configs([config] * 3, range(3))
-    state = decode_loop.start(graph, params, prompt, lengths, settings, **start_sizes(config))
-    return decode_loop.Program.of(graph, config), params, state, settings
+    state = decode_loop.start(weights, prompt, lengths, settings, **start_sizes(config))
+    return decode_loop.Program.of(config), weights, state, settings
 
 
 @pytest.mark.parametrize("name", LOOPS)

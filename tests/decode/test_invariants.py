@@ -15,7 +15,7 @@ from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.loop import Program, run, start
 
-from .models import LOOPS, MASK, TINY, config_of, reciting_model, split, start_sizes, tiny_model
+from .models import LOOPS, MASK, TINY, config_of, reciting_model, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
 
@@ -71,22 +71,22 @@ def test_a_row_alone_equals_the_row_in_a_batch(loop):
 def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop, reorder):
     """Slots below the cursor hold what a plain causal pass over prompt and output would have put there."""
     config = dataclasses.replace(config_of(loop, temperature=0.7, reorder=reorder), mask_token_id=MASK)
-    graph, params = split(tiny_model())
+    weights = tiny_model().weights
 
     def prefilled(prompts: list[list[int]], config: DecodeConfig):
         padded = np.array([p + [0] * (SMALLEST_BUCKET - len(p)) for p in prompts], np.int32)
         lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
-        return start(graph, params, jnp.asarray(padded), lengths, settings, **start_sizes(config))
+        return start(weights, jnp.asarray(padded), lengths, settings, **start_sizes(config))
 
     settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)))
-    state = run(Program.of(graph, config), params, prefilled(PROMPTS, config), settings)
+    state = run(Program.of(config), weights, prefilled(PROMPTS, config), settings)
     whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
     causal = prefilled(whole, config_of("ar"))
     for row, prompt in enumerate(PROMPTS):
         length = int(state.length[row])
         assert length > len(prompt) + 5
         for ours, expected in ((state.cache.k, causal.cache.k), (state.cache.v, causal.cache.v)):
-            np.testing.assert_allclose(ours[:, row, :length], expected[:, row, :length], atol=1e-5)
+            np.testing.assert_allclose(ours[:, row, :, :length], expected[:, row, :, :length], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from wedlm_jax.decode.loop import Program, run, start
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
-from .models import TINY, config_of, split, start_sizes, tiny_model
+from .models import TINY, config_of, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6], [3, 3]]
 EVEN = dataclasses.replace(TINY, vocab_size=12)  # a vocabulary that two devices can share
@@ -45,11 +45,10 @@ def test_bfloat16_weights_give_a_bfloat16_cache_and_float32_decisions(loop):
     half = dataclasses.replace(TINY, dtype="bfloat16", param_dtype="bfloat16", matmul_precision="default")
     model = tiny_model(0, half)
     config = dataclasses.replace(config_of(loop), mask_token_id=model.mask_token_id)
-    graph, params = split(model)
     settings = RowSettings.from_configs([config] * 3, range(3))
     prompt, lengths = jnp.ones((3, 32), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32)
-    state = start(graph, params, prompt, lengths, settings, **start_sizes(config))
-    state = run(Program.of(graph, config), params, state, settings)
+    state = start(model.weights, prompt, lengths, settings, **start_sizes(config))
+    state = run(Program.of(config), model.weights, state, settings)
     assert state.cache.k.dtype == state.cache.v.dtype == jnp.bfloat16
     assert state.log_probs.dtype == jnp.float32
     assert state.generated.tolist() == [14, 14, 14]

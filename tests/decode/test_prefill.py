@@ -35,8 +35,8 @@ def filled(chunk: int, start=(0, 0, 0), cache: KVCache | None = None, masks: int
 
 def check_equal(ours: KVCache, whole: KVCache) -> None:
     for row, length in enumerate(LENGTHS):
-        np.testing.assert_allclose(ours.k[:, row, :length], whole.k[:, row, :length], atol=1e-5)
-        np.testing.assert_allclose(ours.v[:, row, :length], whole.v[:, row, :length], atol=1e-5)
+        np.testing.assert_allclose(ours.k[:, row, :, :length], whole.k[:, row, :, :length], atol=1e-5)
+        np.testing.assert_allclose(ours.v[:, row, :, :length], whole.v[:, row, :, :length], atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [4, 5])
@@ -62,4 +62,4 @@ def test_a_prompt_is_continued_behind_what_is_cached():
     whole, _ = filled(16)
     check_equal(filled(4, start=(6, 5, 0), cache=whole)[0], whole)
     behind_nothing, _ = filled(4, start=(6, 5, 0), cache=KVCache.zeros(TINY, 3, 24))
-    assert not np.allclose(behind_nothing.k[1:, 0, 6:13], whole.k[1:, 0, 6:13], atol=1e-3)
+    assert not np.allclose(behind_nothing.k[1:, 0, :, 6:13], whole.k[1:, 0, :, 6:13], atol=1e-3)

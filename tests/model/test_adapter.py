@@ -72,7 +72,7 @@ def test_rows_that_are_no_masks_keep_every_bit(changes):
     for row, start in enumerate(np.asarray(LENGTH)):
         stop = start + filled[row].sum()
         for new, old in ((cache.k, expected_cache.k), (cache.v, expected_cache.v)):
-            np.testing.assert_array_equal(np.asarray(new)[:, row, :stop], np.asarray(old)[:, row, :stop])
+            np.testing.assert_array_equal(np.asarray(new)[:, row, :, :stop], np.asarray(old)[:, row, :, :stop])
 
 
 def test_the_memory_stream_keeps_every_bit():

@@ -55,7 +55,7 @@ def test_a_cache_comes_back_beside_the_result():
     np.testing.assert_allclose(logits, logits_of(TOKENS, None), atol=1e-5)
     np.testing.assert_array_equal(by_hidden, logits)
     np.testing.assert_array_equal(cache.k, again.k)
-    assert cache.k[:, :, :3].any() and not cache.k[:, :, 3:].any()
+    assert cache.k[:, :, :, :3].any() and not cache.k[:, :, :, 3:].any()
 
 
 @pytest.mark.parametrize(

@@ -162,13 +162,14 @@ def test_a_window_sees_the_committed_slots_of_its_row_and_causally_itself():
     out, after = through_cache(length, q, k, v, before, 1)
     for row, cursor in enumerate(length):
         keys, values = (
-            np.concatenate([old[1, row, :cursor], new[row]])[None] for old, new in ((before.k, k), (before.v, v))
+            np.concatenate([old[1, row, :, :cursor].swapaxes(0, 1), new[row]])[None]
+            for old, new in ((before.k, k), (before.v, v))
         )
         visible = np.arange(cursor + WINDOW)[None, None, :] <= cursor + np.arange(WINDOW)[None, :, None]
         expected, _ = attention(q[row : row + 1], keys, values, visible)
         np.testing.assert_allclose(out[row], expected[0], atol=5e-6)
-        np.testing.assert_array_equal(after.k[1, row, cursor : cursor + WINDOW], k[row])
-        np.testing.assert_array_equal(after.v[1, row, cursor : cursor + WINDOW], v[row])
+        for new, held in ((k, after.k), (v, after.v)):
+            np.testing.assert_array_equal(held[1, row, :, cursor : cursor + WINDOW].swapaxes(0, 1), new[row])
 
 
 def test_a_window_changes_its_own_slots_of_its_own_layer_alone():
@@ -177,7 +178,7 @@ def test_a_window_changes_its_own_slots_of_its_own_layer_alone():
     _, after = through_cache(length, q, k, v, before, 1)
     own = (np.arange(CACHE_SLOTS) >= length[:, None]) & (np.arange(CACHE_SLOTS) < length[:, None] + WINDOW)
     for old, new in ((before.k, after.k), (before.v, after.v)):
-        changed = (np.asarray(old) != np.asarray(new)).any(axis=(-2, -1))
+        changed = (np.asarray(old) != np.asarray(new)).any(axis=(2, 4))
         np.testing.assert_array_equal(changed, np.stack([np.zeros_like(own), own]))
 
 
@@ -186,6 +187,6 @@ def test_writes_past_the_end_are_dropped_and_never_clamped():
     before, length = full_cache(), np.array([6, 7, 20])
     _, after = through_cache(length, q, k, v, before, 0)
     for row, (cursor, kept) in enumerate(zip(length, (2, 1, 0), strict=True)):
-        np.testing.assert_array_equal(after.k[0, row, :cursor], before.k[0, row, :cursor])
-        np.testing.assert_array_equal(after.k[0, row, cursor:], k[row, :kept])
-        np.testing.assert_array_equal(after.v[0, row, cursor:], v[row, :kept])
+        np.testing.assert_array_equal(after.k[0, row, :, :cursor], before.k[0, row, :, :cursor])
+        np.testing.assert_array_equal(after.k[0, row, :, cursor:].swapaxes(0, 1), k[row, :kept])
+        np.testing.assert_array_equal(after.v[0, row, :, cursor:].swapaxes(0, 1), v[row, :kept])

@@ -129,7 +129,7 @@ def test_incremental_windows_with_ragged_cursors_equal_the_full_forward():
         length = length + kept
         # What was fed but not kept was garbage for all that the next window knows.
         stale = np.arange(L)[None, :] >= length[:, None]
-        cache = jax.tree.map(lambda x, stale=stale: jnp.where(stale[None, :, :, None, None], 1e3, x), cache)
+        cache = jax.tree.map(lambda x, stale=stale: jnp.where(stale[None, :, None, :, None], 1e3, x), cache)
 
 
 def test_the_memory_stream_and_other_blocks_do_not_see_the_masks_of_a_block():

@@ -27,7 +27,7 @@ def cost(monkeypatch):
     monkeypatch.setattr(jax.lax, "switch", lambda index, programs, *operands: programs[int(index)](*operands))
 
     def of(allocated: int, used: int) -> tuple[int, int]:
-        q, keys = jnp.ones((B, T, N, H)), jnp.ones((1, B, allocated, K, H))
+        q, keys = jnp.ones((B, T, N, H)), jnp.ones((1, B, K, allocated, H))
         end = used - T + 1 + np.broadcast_to(np.arange(T), (B, T))
         attend_cache(q, keys, keys, jnp.int32(0), jnp.asarray(end))
         return costs.pop()

@@ -162,7 +162,7 @@ def test_a_cache_is_read_up_to_every_query_s_own_slot(through_cache):
         random = np.random.default_rng(seed)
         q, k, v, _, _, _ = random_case(seed)
         end = random.integers(1, random.integers(2, S + 2), (B, T))
-        k_layers, v_layers = (jnp.stack([jnp.full_like(x, jnp.nan), x]) for x in (k, v))
+        k_layers, v_layers = (jnp.stack([jnp.full_like(x, jnp.nan), x]).swapaxes(2, 3) for x in (k, v))
         with jax.default_matmul_precision("highest"):
             out = through_cache(q, k_layers, v_layers, 1, end)
         np.testing.assert_allclose(out, attention(q, k, v, mask_of(np.zeros_like(end), end))[0], atol=5e-6)
@@ -171,6 +171,6 @@ def test_a_cache_is_read_up_to_every_query_s_own_slot(through_cache):
 def test_the_unused_end_of_a_cache_is_never_read(through_cache):
     q, k, v, _, _, _ = random_case(0)
     end = np.full((B, T), 3)  # the smallest context is 4, of 14 slots
-    k, v = (x.at[:, 4:].set(jnp.nan)[None] for x in (k, v))
+    k, v = (x.at[:, 4:].set(jnp.nan)[None].swapaxes(2, 3) for x in (k, v))
     assert np.isfinite(through_cache(q, k, v, 0, end)).all()
     assert np.isnan(through_cache(q, k, v, 0, end + 2)).any(), "the next one is 7: the poison can be found"

@@ -53,7 +53,7 @@ def test_only_who_asks_for_gpu_kernels_decodes_by_them(monkeypatch):
     asked = []
     monkeypatch.setattr(cache, "attend_split", lambda *a: asked.append("split") or attend_split(*a, interpret=True))
     (q, k, v), _ = case(0, queries=4, heads=2, kv_heads=1, slots=64)
-    empty = KVCache(*(jnp.zeros((1, 4, 64, 1, 64)) for _ in "kv"))
+    empty = KVCache(*(jnp.zeros((1, 4, 1, 64, 64)) for _ in "kv"))
     window = CachedWindow(jnp.zeros(4, jnp.int32))
     for implementation in ("auto", "xla", "splash"):
         window(q, k[:, :4], v[:, :4], implementation, cache=empty, layer=0)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, run_stepwise, start
@@ -21,7 +20,7 @@ from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.handle import Model, mesh_of
+from wedlm_jax.model.handle import Model
 
 SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
 
@@ -123,17 +122,14 @@ class Batch:
     def __init__(self, model: Model, requests: Sequence[Request]):
         self.model, self.requests = model, requests
         config = requests[0].config
-        graph, self.params = nnx.split(model.transformer)
-        mesh = mesh_of(self.params)
-        self.program = Program.of(graph, config, mesh)
+        self.program = Program.of(config)
         self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):
             prompts[row, : len(request.prompt)] = request.prompt
         self.state = start(
-            graph,
-            self.params,
+            model.weights,
             prompts,
             np.array([len(r.prompt) for r in requests], np.int32),
             self.settings,
@@ -141,15 +137,14 @@ class Batch:
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
             drafter=config.drafter,
-            mesh=mesh,
         )
 
     def run(self) -> DecodeState:
-        return run(self.program, self.params, self.state, self.settings)
+        return run(self.program, self.model.weights, self.state, self.settings)
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
-        steps = run_stepwise(self.program, self.params, self.state, self.settings)
+        steps = run_stepwise(self.program, self.model.weights, self.state, self.settings)
         has_stop = any(r.config.stop for r in self.requests)
         try:
             state, record = next(steps)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh
 
 from wedlm_jax.decode.autoregressive import autoregressive_step
 from wedlm_jax.decode.blockwise import blockwise_step
@@ -22,41 +19,25 @@ from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.decode.streaming import streaming_step
 from wedlm_jax.decode.verified import verified_step
 from wedlm_jax.model.transformer import Transformer
-from wedlm_jax.sharding import on_mesh
+from wedlm_jax.model.weights import Weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """What a loop is compiled for, beside the shapes of its arrays."""
 
-    graph: nnx.GraphDef  # of the transformer
     decoder: Decoder
     refill: Refill
     verify: Verify = "none"
-    mesh: Mesh | None = None  # whose devices share the work, each with its rows of the batch and its heads
 
     @classmethod
-    def of(cls, graph: nnx.GraphDef, config: DecodeConfig, mesh: Mesh | None = None) -> Program:
-        return cls(graph, config.decoder, config.refill, config.verify, mesh)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        """Once: a jitted call asks for it every time, and the graph is a tree of its own."""
-        return hash((self.graph, self.decoder, self.refill, self.verify, self.mesh))
+    def of(cls, config: DecodeConfig) -> Program:
+        return cls(config.decoder, config.refill, config.verify)
 
     def step(
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
     ) -> tuple[DecodeState, StepRecord]:
         """One forward of every row, and what the decoder makes of it."""
-        with over(self.mesh):
-            return self._step(transformer, state, settings)
-
-    def _step(
-        self, transformer: Transformer, state: DecodeState, settings: RowSettings
-    ) -> tuple[DecodeState, StepRecord]:
         if self.verify == "fallback":
             return fallback_step(transformer, state, settings)
         if self.decoder == "streaming":
@@ -70,15 +51,9 @@ class Program:
         return other[self.decoder](transformer, state, settings)
 
 
-def over(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
-    """Inside a traced function: `on_mesh`, where there is a mesh."""
-    return contextlib.nullcontext() if mesh is None else on_mesh(mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("graph", "slots", "output_slots", "holds_back", "drafter", "mesh"))
+@functools.partial(jax.jit, static_argnames=("slots", "output_slots", "holds_back", "drafter"))
 def start(
-    graph: nnx.GraphDef,
-    params: nnx.State,
+    weights: Weights,
     prompt: jax.Array,
     prompt_length: jax.Array,
     settings: RowSettings,
@@ -87,36 +62,35 @@ def start(
     output_slots: int,
     holds_back: bool,
     drafter: Drafter | None,
-    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Jitted `prefill`."""
-    transformer = nnx.merge(graph, params)
     sizes = dict(slots=slots, output_slots=output_slots)
-    with over(mesh):
+    with weights.transformer() as transformer:
         return prefill(transformer, prompt, prompt_length, settings, **sizes, holds_back=holds_back, drafter=drafter)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
-def run(program: Program, params: nnx.State, state: DecodeState, settings: RowSettings) -> DecodeState:
+def run(program: Program, weights: Weights, state: DecodeState, settings: RowSettings) -> DecodeState:
     """Steps until every row has finished, without the host."""
-    transformer = nnx.merge(program.graph, params)
+    with weights.transformer() as transformer:
 
-    def body(state: DecodeState) -> DecodeState:
-        return program.step(transformer, state, settings)[0]
+        def body(state: DecodeState) -> DecodeState:
+            return program.step(transformer, state, settings)[0]
 
-    return jax.lax.while_loop(lambda state: jnp.any(state.running), body, state)
+        return jax.lax.while_loop(lambda state: jnp.any(state.running), body, state)
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
 def run_step(
-    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings
+    program: Program, weights: Weights, state: DecodeState, settings: RowSettings
 ) -> tuple[DecodeState, StepRecord]:
     """The jitted `step` of the Python loop."""
-    return program.step(nnx.merge(program.graph, params), state, settings)
+    with weights.transformer() as transformer:
+        return program.step(transformer, state, settings)
 
 
 def run_stepwise(
-    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings
+    program: Program, weights: Weights, state: DecodeState, settings: RowSettings
 ) -> Generator[tuple[DecodeState, StepRecord], DecodeState | None, None]:
     """The same loop from Python, one (state, record) a step: for streaming text, traces and debugging.
 
@@ -124,7 +98,7 @@ def run_stepwise(
     back a state with their `finish` set.
     """
     while bool(jnp.any(state.running)):
-        state, record = run_step(program, params, state, settings)
+        state, record = run_step(program, weights, state, settings)
         changed = yield state, record
         if changed is not None:
             state = changed

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import AUTO_WINDOWS, Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts, riding_masks
 from wedlm_jax.decode.state import RUNNING, DecodeState
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 
@@ -39,7 +39,7 @@ def prefill(
     """
     B, P = prompt.shape
     # A row writes at most C slots behind prompt + output.
-    cache = KVCache.zeros(transformer.config, B, P + output_slots + slots)
+    cache = transformer.empty_cache(B, P + output_slots + slots)
     stop = prompt_length - (holds_back and drafter != "verified")
     cache, hidden_BMD = fill_cache(
         transformer, cache, prompt, jnp.zeros(B, jnp.int32), stop, settings,
@@ -51,7 +51,7 @@ def prefill(
 
 
 def begin(
-    cache: KVCache, prompt: jax.Array, prompt_length: jax.Array, *, slots: int, output_slots: int, holds_back: bool
+    cache: Cache, prompt: jax.Array, prompt_length: jax.Array, *, slots: int, output_slots: int, holds_back: bool
 ) -> DecodeState:
     """Empty windows behind prompts that the cache holds (but for the last token where it is held back); as in `prefill`."""
     B = prompt.shape[0]
@@ -80,7 +80,7 @@ def begin(
 
 def fill_cache(
     transformer: Transformer,
-    cache: KVCache,
+    cache: Cache,
     tokens: jax.Array,
     start: jax.Array,
     stop: jax.Array,
@@ -88,7 +88,7 @@ def fill_cache(
     *,
     chunk: int,
     masks: int = 0,
-) -> tuple[KVCache, jax.Array | None]:
+) -> tuple[Cache, jax.Array | None]:
     """Writes keys and values of the tokens start <= i < stop of every row, behind those before them, which are there.
 
     As many chunks are run as the longest row needs. What the last one leaves at and above `stop` is for the next to
@@ -107,7 +107,7 @@ def fill_cache(
     """
     (B, P), width = tokens.shape, chunk + masks
 
-    def run_chunk(number: jax.Array, carry: tuple[KVCache, jax.Array | None]) -> tuple[KVCache, jax.Array | None]:
+    def run_chunk(number: jax.Array, carry: tuple[Cache, jax.Array | None]) -> tuple[Cache, jax.Array | None]:
         cache, hidden_BMD = carry
         cursor = start + number * width
         positions = cursor[:, None] + jnp.arange(width)[None, :]

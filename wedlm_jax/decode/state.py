@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import first_slot
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
 
 RUNNING, STOPPED, FULL = 0, 1, 2  # finish codes: still running, stop id emitted, max_new_tokens reached
 
@@ -24,7 +24,7 @@ class DecodeState:
         length 5 · window [m, 17, m, 42] · filled [0, 1, 0, 1] · fed as [17, 42, m, m] at positions [6, 8, 5, 7]
     """
 
-    cache: KVCache
+    cache: Cache
     length: jax.Array  # int32 [B]: committed slots; the cache below it is final
     window: jax.Array  # int32 [B, C]: tokens of filled slots
     filled: jax.Array  # bool [B, C]; a slot that is not filled is a mask, or not in play

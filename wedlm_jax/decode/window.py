@@ -14,7 +14,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.sampling import sample
 from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.diffusion.reordering import reorder
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.attention import target_platform
@@ -101,8 +101,8 @@ def window_forward(
     masked = jnp.take_along_axis(~state.filled, order, axis=1) if feeds_masks else None
 
     def forward(
-        width: int, tokens: jax.Array, order: jax.Array, cache: KVCache, reading: Reading
-    ) -> tuple[KVCache, Reading]:
+        width: int, tokens: jax.Array, order: jax.Array, cache: Cache, reading: Reading
+    ) -> tuple[Cache, Reading]:
         hidden, cache = transformer.hidden(
             tokens[:, :width],
             positions=state.length[:, None] + order[:, :width],
@@ -160,17 +160,17 @@ def recorded(
 
 def _switch_in_place(
     chosen: jax.Array | int,
-    branches: Sequence[Callable[..., tuple[KVCache, Reading]]],
+    branches: Sequence[Callable[..., tuple[Cache, Reading]]],
     inputs: tuple[jax.Array, ...],
-    carry: tuple[KVCache, Reading],
-) -> tuple[KVCache, Reading]:
+    carry: tuple[Cache, Reading],
+) -> tuple[Cache, Reading]:
     """The chosen one of `branches`, called with inputs and carry, as loops of one trip or none: XLA updates the carry of a loop
     in place, but copies the whole cache into and out of a conditional (`lax.switch`) that writes it."""
     if len(branches) == 1:
         return branches[0](*inputs, *carry)
     for number, branch in enumerate(branches):
 
-        def only_trip(trip: jax.Array, carry: tuple, branch: Callable = branch) -> tuple[KVCache, Reading]:
+        def only_trip(trip: jax.Array, carry: tuple, branch: Callable = branch) -> tuple[Cache, Reading]:
             # Tied to the trip: what follows from the inputs alone XLA would compute before the loop, whatever is chosen.
             of_trip, _ = jax.lax.optimization_barrier((inputs, trip))
             return branch(*of_trip, *carry)

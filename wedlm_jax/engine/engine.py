@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 
 import jax
-from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
@@ -76,7 +75,6 @@ class Engine:
         self.context = context
         self._num_rows, self._steps = rows, steps
         self._queue, self._cache_limit = queue, cache_limit
-        self._graph, self._params = nnx.split(model.transformer)
         self._waiting: deque[Ticket] = deque()
         self._groups: dict[tuple, RowGroup] = {}
         self._admitted = 0
@@ -212,7 +210,7 @@ class Engine:
             "taking a cache of %s: %d rows of %d slots for decoder=%s",
             in_words(size), self._num_rows, cache_slots(self.context, config.slots), config.decoder,
         )  # fmt: skip
-        self._groups[key] = RowGroup(self.model, self._graph, self._params, config, self._num_rows, self.context)
+        self._groups[key] = RowGroup(self.model, config, self._num_rows, self.context)
         return True
 
     def _require_memory(self, config: DecodeConfig) -> None:

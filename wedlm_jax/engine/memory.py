@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 from jax.sharding import Mesh
 
-from wedlm_jax.decode.loop import over
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.sharding import on_mesh
 
 # Cache slots of a row are rounded up to a multiple of this. Decoders whose windows differ then mostly have rows of one
 # length, and share the programs of prefill.
@@ -23,7 +23,7 @@ def cache_bytes(config: ModelConfig, rows: int, slots: int, mesh: Mesh | None = 
     """Bytes of the keys and values of `rows` rows with `slots` slots each, on all devices together."""
 
     def zeros() -> KVCache:
-        with over(mesh):
+        with on_mesh(mesh):
             return KVCache.zeros(config, rows, slots)
 
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(zeros)))

@@ -10,60 +10,57 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.decode.config import Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts
-from wedlm_jax.decode.loop import Program, over
+from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prefill import begin, fill_cache
 from wedlm_jax.decode.state import STOPPED, DecodeState
-from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
+from wedlm_jax.model.weights import Weights
 
 COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
 # Of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run.
 Progress = dict[str, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "rows", "context", "slots", "cache_slots", "holds_back", "mesh"))
+@functools.partial(jax.jit, static_argnames=("rows", "context", "slots", "cache_slots", "holds_back"))
 def open_rows(
-    config: ModelConfig,
+    weights: Weights,
     *,
     rows: int,
     context: int,
     slots: int,
     cache_slots: int,
     holds_back: bool,
-    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Finished rows over a fresh cache. Prompt and output of a row have `context` places each, its window `slots`."""
-    with over(mesh):
-        cache = KVCache.zeros(config, rows, cache_slots)
+    with weights.transformer() as transformer:
+        cache = transformer.empty_cache(rows, cache_slots)
     prompt, finish = jnp.zeros((rows, context), jnp.int32), jnp.full(rows, STOPPED, jnp.int32)
-    if mesh is not None:  # no argument says which devices these are
-        finish = jax.lax.with_sharding_constraint(finish, NamedSharding(mesh, PartitionSpec()))
+    if weights.mesh is not None:  # no argument that is read says which devices these are
+        finish = jax.lax.with_sharding_constraint(finish, NamedSharding(weights.mesh, PartitionSpec()))
     sizes = dict(slots=slots, output_slots=context)
     state = begin(cache, prompt, jnp.ones(rows, jnp.int32), **sizes, holds_back=holds_back)
     return dataclasses.replace(state, finish=finish)
 
 
 @functools.partial(jax.jit, static_argnames="slots")
-def take_row(cache: KVCache, row: jax.Array, *, slots: int) -> KVCache:
+def take_row(cache: Cache, row: jax.Array, *, slots: int) -> Cache:
     """A copy of one row of a cache, cut or padded to `slots`."""
 
     def take(x: jax.Array) -> jax.Array:
-        kept = jax.lax.dynamic_index_in_dim(x, row, axis=1)[:, :, :slots]
-        return jnp.pad(kept, ((0, 0), (0, 0), (0, slots - kept.shape[2]), (0, 0), (0, 0)))
+        kept = jax.lax.dynamic_index_in_dim(x, row, axis=1)[:, :, :, :slots]
+        return jnp.pad(kept, ((0, 0), (0, 0), (0, 0), (0, slots - kept.shape[3]), (0, 0)))
 
     return jax.tree.map(take, cache)
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "chunk", "masks", "mesh"), donate_argnames="cache")
+@functools.partial(jax.jit, static_argnames=("chunk", "masks"), donate_argnames="cache")
 def prefill_behind(
-    graph: nnx.GraphDef,
-    params: nnx.State,
-    cache: KVCache,
+    weights: Weights,
+    cache: Cache,
     prompt: jax.Array,
     start: jax.Array,
     stop: jax.Array,
@@ -71,24 +68,19 @@ def prefill_behind(
     *,
     chunk: int,
     masks: int,
-    mesh: Mesh | None = None,
-) -> tuple[KVCache, jax.Array | None]:
+) -> tuple[Cache, jax.Array | None]:
     """Jitted `fill_cache`."""
-    transformer = nnx.merge(graph, params)
-    with over(mesh):
+    with weights.transformer() as transformer:
         return fill_cache(transformer, cache, prompt, start, stop, own, chunk=chunk, masks=masks)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "holds_back", "drafter", "mesh"), donate_argnames=("state", "settings")
-)
+@functools.partial(jax.jit, static_argnames=("holds_back", "drafter"), donate_argnames=("state", "settings"))
 def fill_row(
-    graph: nnx.GraphDef,
-    params: nnx.State,
+    weights: Weights,
     state: DecodeState,
     settings: RowSettings,
     row: jax.Array,
-    cache: KVCache,
+    cache: Cache,
     prompt: jax.Array,
     prompt_length: jax.Array,
     own: RowSettings,
@@ -96,7 +88,6 @@ def fill_row(
     *,
     holds_back: bool,
     drafter: Drafter | None,
-    mesh: Mesh | None = None,
 ) -> tuple[DecodeState, RowSettings]:
     """Starts a request in one row.
 
@@ -110,13 +101,13 @@ def fill_row(
     """
     sizes = dict(slots=state.window.shape[1], output_slots=state.output.shape[1])
     fresh = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
-    with over(mesh):
-        fresh = first_drafts(nnx.merge(graph, params), fresh, own, hidden_BMD, drafter)
+    with weights.transformer() as transformer:
+        fresh = first_drafts(transformer, fresh, own, hidden_BMD, drafter)
 
     def put(axis: int, rows: jax.Array, one: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(rows, one, row, axis)
 
-    filled_cache = jax.tree.map(functools.partial(put, 1), state.cache, fresh.cache)  # [layers, B, S, K, H]
+    filled_cache = jax.tree.map(functools.partial(put, 1), state.cache, fresh.cache)  # [layers, B, K, S, H]
     in_front = functools.partial(put, 0)
     without_cache = (dataclasses.replace(x, cache=None) for x in (state, fresh))  # type: ignore[arg-type]
     state = dataclasses.replace(jax.tree.map(in_front, *without_cache), cache=filled_cache)
@@ -125,19 +116,19 @@ def fill_row(
 
 @functools.partial(jax.jit, static_argnames=("program", "steps"), donate_argnames="state")
 def run_steps(
-    program: Program, params: nnx.State, state: DecodeState, settings: RowSettings, halted: jax.Array, *, steps: int
+    program: Program, weights: Weights, state: DecodeState, settings: RowSettings, halted: jax.Array, *, steps: int
 ) -> tuple[DecodeState, Progress]:
     """At most `steps` steps, fewer where every row finishes before; rows that are `halted` (bool [B]) take no part."""
-    transformer = nnx.merge(program.graph, params)
     state = dataclasses.replace(state, finish=jnp.where(halted & state.running, STOPPED, state.finish))
-
-    def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
-        step, state, progress = carry
-        state, _ = program.step(transformer, state, settings)
-        return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
-
     none = {name: jnp.zeros((steps, *getattr(state, name).shape), jnp.int32) for name in COUNTERS}
-    _, state, progress = jax.lax.while_loop(
-        lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
-    )
+    with weights.transformer() as transformer:
+
+        def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
+            step, state, progress = carry
+            state, _ = program.step(transformer, state, settings)
+            return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
+
+        _, state, progress = jax.lax.while_loop(
+            lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
+        )
     return state, progress

@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 import numpy as np
-from flax import nnx
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks
@@ -19,7 +18,7 @@ from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.engine.programs import COUNTERS, Progress, fill_row, open_rows, prefill_behind, run_steps, take_row
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
 
 
 @dataclasses.dataclass
@@ -32,20 +31,17 @@ class Row:
 class RowGroup:
     """Rows of one decoder, refill rule and window bucket. Each runs its own request with its own settings."""
 
-    def __init__(
-        self, model: Model, graph: nnx.GraphDef, params: nnx.State, config: DecodeConfig, rows: int, context: int
-    ):
-        self._params, self._graph, self._context, self._mesh = params, graph, context, model.mesh
-        self._program = Program.of(graph, config, model.mesh)
+    def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
+        self._weights, self._context = model.weights, context
+        self._program = Program.of(config)
         self.slots = cache_slots(context, config.slots)
         self._state = open_rows(
-            model.config,
+            self._weights,
             rows=rows,
             context=context,
             slots=config.slots,
             cache_slots=self.slots,
             holds_back=config.holds_back,
-            mesh=model.mesh,
         )
         self._settings = RowSettings.from_configs([config] * rows, [0] * rows)
         self._progress: Progress | None = None
@@ -64,11 +60,11 @@ class RowGroup:
     def used(self) -> int:
         return max(row.used for row in self.rows)
 
-    def cached_row(self, row: int, slots: int) -> KVCache:
+    def cached_row(self, row: int, slots: int) -> Cache:
         """A copy of what the cache holds of one row, with room for `slots`."""
         return take_row(self._state.cache, np.int32(row), slots=slots)
 
-    def admit(self, ticket: Ticket, row: int, cache: KVCache, reused: int, used: int) -> None:
+    def admit(self, ticket: Ticket, row: int, cache: Cache, reused: int, used: int) -> None:
         """Starts a request in an idle row. `cache` holds the first `reused` tokens of its prompt and is given up."""
         prompt, config = ticket.request.prompt, ticket.request.config
         cached = len(prompt) - config.holds_back  # the first forward feeds what is held back
@@ -76,15 +72,15 @@ class RowGroup:
         whole = np.zeros((1, self._context), np.int32)
         whole[0, : len(prompt)] = prompt
         own = RowSettings.from_configs([config], [ticket.request.row])
-        weights, masks, hidden = (self._graph, self._params), riding_masks(config.drafter, config.slots), None
+        masks, hidden = riding_masks(config.drafter, config.slots), None
         stop = len(prompt) if masks else cached  # masks ride behind the last token of the prompt
         for start in range(ticket.reused_tokens, stop, CHUNK):
             end = min(start + CHUNK, stop)
             span = (np.array([n], np.int32) for n in (start, end))
-            sizes = dict(chunk=bucket(end - start), masks=masks if end == stop else 0, mesh=self._mesh)
-            cache, hidden = prefill_behind(*weights, cache, whole, *span, own, **sizes)
+            sizes = dict(chunk=bucket(end - start), masks=masks if end == stop else 0)
+            cache, hidden = prefill_behind(self._weights, cache, whole, *span, own, **sizes)
         self._state, self._settings = fill_row(
-            *weights,
+            self._weights,
             self._state,
             self._settings,
             np.int32(row),
@@ -95,7 +91,6 @@ class RowGroup:
             hidden,
             holds_back=config.holds_back,
             drafter=config.drafter,
-            mesh=self._mesh,
         )
         self._halted[row] = False
         self.rows[row] = Row(prompt[:cached], ticket, used)
@@ -112,7 +107,7 @@ class RowGroup:
         # A copy, because the arrays of the host are changed while the device may still read them.
         halted = self._halted.copy()
         self._state, self._progress = run_steps(
-            self._program, self._params, self._state, self._settings, halted, steps=steps
+            self._program, self._weights, self._state, self._settings, halted, steps=steps
         )
 
     def collect(self) -> None:

@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache
+from wedlm_jax.model.layers import Layer
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
-from wedlm_jax.ops.output_layer import output_logits
+from wedlm_jax.model.weights import Weights
 
 FORWARDS = 4  # of a call, in a loop on the device
 Program = Callable[[], Any]
@@ -81,32 +83,36 @@ def forward_program(
       masks: of the slots of a row, its last ones; an adapter of mask rows has a part in these alone, and without any in nothing.
     """
 
+    weights = Weights.of(transformer_from(config, params))
+
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(
-        params: Params, tokens_BT: jax.Array, masked_BT: jax.Array | None, cache: KVCache
-    ) -> tuple[jax.Array, KVCache]:
-        transformer = transformer_from(config, params)
+        weights: Weights, tokens_BT: jax.Array, masked_BT: jax.Array | None, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
         length = jnp.full(rows, context)
         positions_BT = length[:, None] + jnp.arange(slots)
+        with weights.transformer() as transformer:
 
-        def forward(_: Any, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-            tokens_BT, cache = carry
-            window = CachedWindow(length)
-            hidden, cache = transformer.hidden(
-                tokens_BT, positions=positions_BT, pattern=window, masked=masked_BT, cache=cache
-            )
-            logits = transformer.logits(hidden)
-            return jnp.abs(logits.sum(axis=-1)).astype(jnp.int32) % config.vocab_size, cache
+            def forward(_: Any, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+                tokens_BT, cache = carry
+                window = CachedWindow(length)
+                hidden, cache = transformer.hidden(
+                    tokens_BT, positions=positions_BT, pattern=window, masked=masked_BT, cache=cache
+                )
+                logits = transformer.logits(hidden)
+                return jnp.abs(logits.sum(axis=-1)).astype(jnp.int32) % config.vocab_size, cache
 
-        return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
+            return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
 
-    tokens_BT, held = jnp.ones((rows, slots), jnp.int32), [KVCache.zeros(config, rows, allocated)]
+    with weights.transformer() as transformer:
+        held = [transformer.empty_cache(rows, allocated)]
+    tokens_BT = jnp.ones((rows, slots), jnp.int32)
     # An array that the program is given: as a constant it would be worked into the program.
     masked_BT = jnp.broadcast_to(jnp.arange(slots) >= slots - masks, (rows, slots)) if masks else None
 
     def call() -> jax.Array:
         said, held[0] = run(
-            params, tokens_BT, masked_BT, held[0]
+            weights, tokens_BT, masked_BT, held[0]
         )  # given away, as in a decode loop: else it would be copied
         return said
 
@@ -115,32 +121,36 @@ def forward_program(
 
 def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
     """FORWARDS times the products of `rows` vectors with every matrix of the model, and sums that link one to the next."""
-    D = config.hidden_size
-    head = "embed.embedding" if config.tie_word_embeddings else "lm_head.kernel"
-    names = [f"layers.attention.{name}_proj.kernel" for name in "qkvo"]
-    names += [f"layers.mlp.{name}_proj.kernel" for name in ("gate", "up", "down")]
+    D, weights = config.hidden_size, Weights.of(transformer_from(config, params))
+
+    def layer(x_RD: jax.Array, of_layer: Layer) -> jax.Array:
+        attention, mlp = of_layer.attention, of_layer.mlp
+        linears = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
+        q, k, v, gate, up = (x.kernel[...].astype(config.dtype).reshape(D, -1) for x in linears)
+        o, down = (x.kernel[...].astype(config.dtype).reshape(-1, D) for x in (attention.o_proj, mlp.down_proj))
+        x_RD = x_RD + (x_RD @ q) @ o + jnp.mean(x_RD @ k + x_RD @ v, axis=-1, keepdims=True)
+        return x_RD + (x_RD @ gate + x_RD @ up) @ down
 
     @jax.jit
-    def run(params: Params, x_RD: jax.Array) -> jax.Array:
-        q, k, v, o, gate, up, down = (params[name].astype(config.dtype) for name in names)
-        q, k, v = (w.reshape(w.shape[0], D, -1) for w in (q, k, v))
-        o = o.reshape(o.shape[0], -1, D)
+    def run(weights: Weights, x_RD: jax.Array) -> jax.Array:
+        with weights.transformer() as transformer, jax.default_matmul_precision(config.matmul_precision):
 
-        def layer(x_RD: jax.Array, of_layer: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-            q, k, v, o, gate, up, down = of_layer
-            x_RD = x_RD + (x_RD @ q) @ o + jnp.mean(x_RD @ k + x_RD @ v, axis=-1, keepdims=True)
-            return x_RD + (x_RD @ gate + x_RD @ up) @ down, None
+            def products(_: Any, x_RD: jax.Array) -> jax.Array:
+                y_RD = x_RD
+                if isinstance(transformer.layers, nnx.List):
+                    for of_layer in transformer.layers:
+                        y_RD = layer(y_RD, of_layer)
+                else:
+                    graph, stacked = transformer.split_stack()
+                    y_RD, _ = jax.lax.scan(
+                        lambda y_RD, state: (layer(y_RD, nnx.merge(graph, state)), None), y_RD, stacked
+                    )
+                return x_RD + 1e-6 * jnp.mean(transformer.logits(y_RD), axis=-1, keepdims=True)
 
-        def products(_: Any, x_RD: jax.Array) -> jax.Array:
-            y_RD, _ = jax.lax.scan(layer, x_RD, (q, k, v, o, gate, up, down))
-            logits = output_logits(y_RD, params[head].astype(config.dtype))
-            return x_RD + 1e-6 * jnp.mean(logits, axis=-1, keepdims=True)
-
-        with jax.default_matmul_precision(config.matmul_precision):
             return jax.lax.fori_loop(0, FORWARDS, products, x_RD)
 
     x_RD = jnp.full((rows, D), 1e-3, config.dtype)
-    return lambda: run(params, x_RD)
+    return lambda: run(weights, x_RD)
 
 
 def in_turns(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,14 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.weights import Weights, mesh_of
 
 CALIBRATION_FILE = "decoding.json"  # beside the weights, or beside the adapter
 
@@ -38,6 +40,11 @@ class Model:
     def mesh(self) -> Mesh | None:
         """The devices that the parameters are cut over; None for a single one."""
         return mesh_of(nnx.state(self.transformer))
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """The transformer as the decoding programs take it."""
+        return Weights.of(self.transformer)
 
     def __call__(
         self,
@@ -101,10 +108,3 @@ class Model:
                 "this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)"
             )
         return self.mask_token_id
-
-
-def mesh_of(params: nnx.State) -> Mesh | None:
-    """The devices that parameters are cut over; None for a single one."""
-    sharding = jax.tree.leaves(params)[0].sharding
-    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None

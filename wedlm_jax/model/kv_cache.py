@@ -1,4 +1,4 @@
-"""KVCache: one preallocated array for the keys and one for the values of all layers."""
+"""KVCache: one preallocated array for the keys and one for the values, of all layers or of one."""
 
 from __future__ import annotations
 
@@ -9,37 +9,48 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.sharding import constrain, kv_heads_held
+
+AXES = (None, "batch", "kv_heads", None, None)  # the names of a cache's axes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values by slot. A slot holds final contents only below its row's cursor, which the caller keeps."""
+    """Keys and values by slot. A slot holds final contents only below its row's cursor, which the caller keeps.
 
-    k: jax.Array  # [layers, B, S, K, H]
-    v: jax.Array  # [layers, B, S, K, H]
+    The slots of a head lie side by side, as the products with its queries read them.
+    """
+
+    k: jax.Array  # [layers, B, K, S, H]
+    v: jax.Array  # [layers, B, K, S, H]
 
     @classmethod
-    def zeros(cls, config: ModelConfig, batch: int, slots: int) -> KVCache:
-        """Inside `on_mesh`, of as many kv heads as the devices hold between them, each with its own."""
+    def zeros(cls, config: ModelConfig, batch: int, slots: int, layers: int | None = None) -> KVCache:
+        """Of all layers unless `layers` says how many. Inside `on_mesh`, of as many kv heads as the devices hold between them,
+        each with its own."""
         kv_heads = kv_heads_held(config.num_heads, config.num_kv_heads)
-        shape = (config.num_layers, batch, slots, kv_heads, config.head_dim)
-        axes = (None, "batch", None, "kv_heads", None)
-        return cls(*(constrain(jnp.zeros(shape, config.dtype), *axes) for _ in range(2)))
+        shape = (config.num_layers if layers is None else layers, batch, kv_heads, slots, config.head_dim)
+        return cls(*(constrain(jnp.zeros(shape, config.dtype), *AXES) for _ in range(2)))
 
-    def write(self, layer: jax.Array, start: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KVCache:
+    def write(self, layer: jax.Array | int, start: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KVCache:
         """Writes T slots of one layer at each row's own `start` [B]; slots past the end are dropped, never clamped.
 
         Only this slab is touched, so that XLA updates the cache in place instead of copying it.
         """
         B, T = k_BTKH.shape[:2]
         chex.assert_shape(start, (B,))
-        chex.assert_shape([k_BTKH, v_BTKH], (B, T, *self.k.shape[3:]))
-        rows = jnp.arange(B)[:, None]
-        slots = start[:, None] + jnp.arange(T)[None, :]
+        chex.assert_shape([k_BTKH, v_BTKH], (B, T, self.k.shape[2], self.k.shape[4]))
+        rows, slots = jnp.arange(B)[:, None], start[:, None] + jnp.arange(T)[None, :]
+        places: tuple = (layer, rows, slice(None), slots)
+        if target_platform() == "cpu":  # with the heads as one slice a single token's write would copy the cache
+            places = (layer, rows[..., None], jnp.arange(self.k.shape[2]), slots[..., None])
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-            return cache.at[layer, rows, slots].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+            return cache.at[places].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
 
         return KVCache(put(self.k, k_BTKH), put(self.v, v_BTKH))
+
+
+Cache = KVCache | tuple[KVCache, ...]  # one of all layers, or one of each layer

@@ -164,7 +164,7 @@ class Attention(nnx.Module):
         rope: tuple[jax.Array, jax.Array] | None,
         pattern: Pattern,
         cache: KVCache | None,
-        layer: jax.Array,
+        layer: jax.Array | int,
         adapted: AdaptedRows = False,
     ) -> tuple[jax.Array, KVCache | None]:
         q, k, v = self.queries_keys_values(x_BLD, rope, adapted)
@@ -221,7 +221,7 @@ class Layer(nnx.Module):
         rope: tuple[jax.Array, jax.Array] | None,
         pattern: Pattern,
         cache: KVCache | None,
-        layer: jax.Array,
+        layer: jax.Array | int,
         adapted: AdaptedRows = False,
     ) -> tuple[jax.Array, KVCache | None]:
         x_normed = self.input_norm(x_BLD)

@@ -126,7 +126,7 @@ def run_frozen(
         return (x_memory, x), ((k_memory, v_memory), (k, v))
 
     with jax.default_matmul_precision(config.matmul_precision):
-        graph, stacked = nnx.split(transformer.layers)
+        graph, stacked = transformer.split_stack()
         start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
         of_layers: tuple[KeysValues, KeysValues]
         (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked)
@@ -153,7 +153,7 @@ def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, 
     if config.remat != "none":
         run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
     with jax.default_matmul_precision(config.matmul_precision):
-        graph, stacked = nnx.split(transformer.layers)
+        graph, stacked = transformer.split_stack()
         embedding = transformer.mask_embedding[...].astype(config.dtype)
         x = constrain(jnp.broadcast_to(embedding, (*masks.rows.shape, embedding.size)), "batch", None, None)
         x, _ = jax.lax.scan(lambda x, read: (run(x, *read), None), x, (stacked, frozen.memory, frozen.observed))

@@ -163,7 +163,7 @@ class CachedWindow:
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto",
-        *, cache: KVCache, layer: jax.Array,
+        *, cache: KVCache, layer: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:  # fmt: skip
         # Splash has no cache, so only the GPU kernels are a choice beside XLA.
         split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
@@ -175,9 +175,9 @@ class CachedWindow:
             return attend_cache(q, cache.k, cache.v, layer, end, split=split), cache.k, cache.v
 
         # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
-        k, v = (repeat_heads(x, cache.k.shape[3]) for x in (k, v))
+        k, v = (repeat_heads(x, cache.k.shape[2]) for x in (k, v))
         heads, kv_heads = ("heads", "kv_heads") if axes_over("kv_heads", k.shape[2]) else (None, None)
-        rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", None, kv_heads, None)
+        rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", kv_heads, None, None)
         out, *cached = over_mesh(
             write_and_attend,
             (("batch", None, heads, None), rows, rows, in_cache, in_cache, ("batch",), ()),

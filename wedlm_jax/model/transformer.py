@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import chex
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.kv_cache import KVCache
+from wedlm_jax.model.kv_cache import Cache, KVCache
 from wedlm_jax.model.layers import EMBEDDING_STDDEV, AdaptedRows, Embedding, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
 from wedlm_jax.model.rope import rope_angles
@@ -29,7 +29,10 @@ REMAT_POLICIES = {
 
 
 class Transformer(nnx.Module):
-    """A causal decoder stack. The layers' parameters are stacked on axis 0 and run as one `lax.scan`."""
+    """A causal decoder stack. The layers' parameters are stacked on axis 0 and run as one `lax.scan`.
+
+    For decoding on a CPU `layers` may be a list of layers instead, run one after the other (`weights.with_layers_apart`).
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -40,7 +43,7 @@ class Transformer(nnx.Module):
         def stack(rngs: nnx.Rngs) -> Layer:
             return Layer(config, rngs=rngs)
 
-        self.layers = stack(rngs)
+        self.layers: Layer | nnx.List[Layer] = stack(rngs)
         self.final_norm = RMSNorm(config, config.hidden_size, "embed")
         self.lm_head = None if config.tie_word_embeddings else self._output_layer(config, rngs)
         self.embed_positions = self._position_table(config, rngs)
@@ -81,8 +84,8 @@ class Transformer(nnx.Module):
         positions: jax.Array,
         pattern: Pattern,
         masked: jax.Array | None = ...,
-        cache: KVCache,
-    ) -> tuple[jax.Array, KVCache]: ...
+        cache: Cache,
+    ) -> tuple[jax.Array, Cache]: ...
     def hidden(self, tokens, *, positions, pattern=Causal(), masked=None, cache=None):
         """Runs the layers.
 
@@ -110,21 +113,50 @@ class Transformer(nnx.Module):
                 rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
             else:
                 x_BLD = x_BLD + self.embed_positions(pattern.physical_index(tokens.shape[1]))
-            graph, stacked = nnx.split(self.layers)
-
-            def run_layer(carry, index_and_state):
-                x_BLD, cache = carry
-                index, state = index_and_state
-                layer = nnx.merge(graph, state)
-                return layer(x_BLD, rope=rope, pattern=pattern, cache=cache, layer=index, adapted=adapted), None
-
-            if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
-                run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
-            # The cache rides in the carry: as scanned input and output it would be copied at every step.
-            indexed = (jnp.arange(self.config.num_layers), stacked)
-            (x_BLD, cache), _ = jax.lax.scan(run_layer, (x_BLD, cache), indexed)
+            run = self._run_list if isinstance(self.layers, nnx.List) else self._run_stack
+            x_BLD, cache = run(x_BLD, cache, rope=rope, pattern=pattern, adapted=adapted)
             hidden = self.final_norm(x_BLD)
         return hidden if cache is None else (hidden, cache)
+
+    def split_stack(self) -> tuple[nnx.GraphDef[Layer], nnx.State]:
+        """What a layer is, and the parameters of all of them, for a scan."""
+        assert isinstance(self.layers, Layer)
+        return nnx.split(self.layers)
+
+    def _run_stack(self, x_BLD: jax.Array, cache: KVCache | None, **given: Any) -> tuple[jax.Array, KVCache | None]:
+        graph, stacked = self.split_stack()
+
+        def run_layer(carry, index_and_state):
+            index, state = index_and_state
+            return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, **given), None
+
+        if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
+            run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
+        # The cache rides in the carry: as scanned input and output it would be copied at every step.
+        indexed = (jnp.arange(self.config.num_layers), stacked)
+        return jax.lax.scan(run_layer, (x_BLD, cache), indexed)[0]
+
+    def _run_list(
+        self, x_BLD: jax.Array, cache: tuple[KVCache, ...] | None, **given: Any
+    ) -> tuple[jax.Array, tuple[KVCache, ...] | None]:
+        assert isinstance(self.layers, nnx.List)
+        graph, _ = nnx.split(self.layers[0])
+
+        @jax.jit  # so that one trace serves all layers
+        def run_layer(state, x_BLD, cache):
+            return nnx.merge(graph, state)(x_BLD, cache=cache, layer=0, **given)
+
+        of_layers = []
+        for number, layer in enumerate(self.layers):
+            x_BLD, of_layer = run_layer(nnx.state(layer), x_BLD, None if cache is None else cache[number])
+            of_layers.append(of_layer)
+        return x_BLD, None if cache is None else tuple(of_layers)
+
+    def empty_cache(self, batch: int, slots: int) -> Cache:
+        """A cache as `hidden` takes it: of all layers, or of each layer its own where they are a list."""
+        if isinstance(self.layers, nnx.List):
+            return tuple(KVCache.zeros(self.config, batch, slots, layers=1) for _ in self.layers)
+        return KVCache.zeros(self.config, batch, slots)
 
     def embedded(self, tokens: jax.Array, masked: jax.Array | None = None) -> jax.Array:
         """[B, L, D] of ids [B, L]; of the mask rows the learned embedding, where there is one."""

@@ -16,9 +16,9 @@ SMALLEST_CONTEXT = 256
 
 def attend_cache(
     q_BTNH: jax.Array,
-    k_LBSKH: jax.Array,
-    v_LBSKH: jax.Array,
-    layer: jax.Array,
+    k_LBKSH: jax.Array,
+    v_LBKSH: jax.Array,
+    layer: jax.Array | int,
     end_BT: jax.Array,
     *,
     split: bool = False,
@@ -30,7 +30,7 @@ def attend_cache(
 
     Args:
       q_BTNH: queries [B, T, N, H].
-      k_LBSKH, v_LBSKH: keys and values of all layers [layers, B, S, K, H].
+      k_LBKSH, v_LBKSH: keys and values of all layers [layers, B, K, S, H].
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
       split: by the GPU kernel of `split_gpu`, whose bounds on T and end_BT hold.
@@ -39,23 +39,24 @@ def attend_cache(
       out [B, T, N, H].
     """
     B, T = q_BTNH.shape[:2]
-    S = k_LBSKH.shape[2]
-    chex.assert_equal_shape([k_LBSKH, v_LBSKH])
+    S = k_LBKSH.shape[3]
+    chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
     contexts = [S]
     while contexts[0] >= 2 * SMALLEST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // 2))
 
-    def attend_first(slots: int, q_BTNH, k_LBSKH, v_LBSKH, layer, end_BT):
+    def attend_first(slots: int, q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT):
         k_BCKH, v_BCKH = (
-            jax.lax.dynamic_slice(x, (layer, 0, 0, 0, 0), (1, B, slots, *x.shape[3:]))[0] for x in (k_LBSKH, v_LBSKH)
+            jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :slots].swapaxes(1, 2)
+            for x in (k_LBKSH, v_LBKSH)
         )
         if split:
             return attend_split(q_BTNH, k_BCKH, v_BCKH, jnp.minimum(end_BT, slots))
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
 
     if len(contexts) == 1:  # XLA of jax 0.11 crashes on a search in an empty array, inside a loop on several devices
-        return attend_first(S, q_BTNH, k_LBSKH, v_LBSKH, jnp.asarray(layer), end_BT)
+        return attend_first(S, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)
     smallest = jnp.searchsorted(jnp.array(contexts[:-1], jnp.int32), jnp.max(end_BT))
     programs = [functools.partial(attend_first, slots) for slots in contexts]
-    return jax.lax.switch(smallest, programs, q_BTNH, k_LBSKH, v_LBSKH, jnp.asarray(layer), end_BT)
+    return jax.lax.switch(smallest, programs, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)

@@ -1,0 +1,59 @@
+"""Decoding with layers held apart, as large models on a CPU hold them: the same tokens, and a cache that is written in place."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from wedlm_jax.decode import loop as decode_loop
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.engine import Engine
+from wedlm_jax.model import weights as rooms
+from wedlm_jax.model.handle import Model
+
+from .models import LOOPS, ROWS, config_of, start_sizes, tiny_model
+
+PROMPTS = [[1, 2, 3], [4], [5, 6]]
+
+
+@pytest.fixture
+def apart(monkeypatch) -> Model:
+    monkeypatch.setattr(rooms, "LARGE", 0)
+    model = dataclasses.replace(tiny_model())  # with weights of its own
+    with model.weights.transformer() as transformer:
+        assert isinstance(transformer.layers, nnx.List)
+    return model
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_decoder_says_the_same(loop, apart):
+    config = config_of(loop)
+    assert generate(apart, PROMPTS, config) == generate(tiny_model(), PROMPTS, config)
+
+
+def test_the_engine_says_the_same_and_reuses_prefixes(apart):
+    config = config_of("verified")
+    engine = Engine(apart, rows=2, context=40, steps=3)
+    tickets = [engine.submit(prompt, config) for prompt in [*PROMPTS, [1, 2, 3, 4, 5]]]
+    engine.run()
+    followed = engine.submit([1, 2, 3, 4, 5, *tickets[-1].completion.ids[:-1]], config)
+    engine.run()
+    assert followed.reused_tokens > 4
+    prompts = [ticket.request.prompt for ticket in (*tickets, followed)]
+    expected = [generate(tiny_model(), [prompt], config)[0] for prompt in prompts]
+    assert [ticket.completion for ticket in (*tickets, followed)] == expected
+
+
+def test_a_step_writes_every_layer_s_cache_in_place(apart):
+    config = dataclasses.replace(config_of("verified"), window_size=8, mask_token_id=0)
+    settings = RowSettings.from_configs([config] * ROWS, range(ROWS))
+    prompt, lengths = np.ones((ROWS, 8), np.int32), np.full(ROWS, 8, np.int32)
+    state = decode_loop.start(apart.weights, prompt, lengths, settings, **start_sizes(config))
+    program = decode_loop.Program.of(config)
+    text = decode_loop.run.lower(program, apart.weights, state, settings).compile().as_text()
+    shape = re.escape(f"f32[{','.join(map(str, state.cache[0].k.shape))}]")
+    assert len(re.findall(shape, text)) > 10
+    assert re.findall(rf"{shape}\S* copy\(.*", text) == []

@@ -1,0 +1,105 @@
+"""Layers held apart compute what the stack of them computes; which models hold them so, and what it costs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from wedlm_jax.model import weights as rooms
+from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
+from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.weights import Weights, with_layers_apart
+from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
+
+from .tiny import TINY, params
+
+CONFIGS = {
+    "qwen3": TINY,
+    "qwen2.5": dataclasses.replace(TINY, qkv_bias=True, qk_norm=False, tie_word_embeddings=True),
+    "bfloat16": dataclasses.replace(TINY, dtype="bfloat16"),
+    "adapter": dataclasses.replace(TINY, adapter=AdapterConfig(rank=2, alpha=4.0)),
+    "remat": dataclasses.replace(TINY, remat="full"),
+}
+LENGTH = np.array([0, 5, 9], np.int32)
+
+
+@jax.jit
+def window(weights, tokens, masked):
+    """Hidden states and cache of two windows, one behind the other."""
+    with weights.transformer() as transformer:
+        cache, length = transformer.empty_cache(len(LENGTH), 24), jnp.asarray(LENGTH)
+        for _ in range(2):
+            positions = length[:, None] + jnp.arange(tokens.shape[1])
+            options = dict(positions=positions, pattern=CachedWindow(length), masked=masked, cache=cache)
+            hidden, cache = transformer.hidden(tokens, **options)
+            length = length + tokens.shape[1]
+        return hidden, cache
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_layers_apart_compute_what_their_stack_computes(config):
+    noise = np.random.default_rng(0)
+    given = {
+        name: x + 0.1 * noise.normal(size=x.shape).astype(np.float32) for name, x in init_params(config, 0).items()
+    }
+    transformer = transformer_from(config, {name: jnp.asarray(x, jnp.float32) for name, x in given.items()})
+    tokens, masked = noise.integers(0, config.vocab_size, (3, 4)), jnp.arange(4) >= jnp.array([[2], [4], [0]])
+    stacked, apart = Weights.of(transformer), Weights.of(with_layers_apart(transformer))
+    expected, expected_cache = window(stacked, tokens, masked)
+    hidden, cache = window(apart, tokens, masked)
+    atol = 0.05 if config.dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(expected, np.float32), atol=atol)
+    assert len(cache) == config.num_layers
+    for name in "kv":
+        found = jnp.concatenate([getattr(of_layer, name) for of_layer in cache]).astype(jnp.float32)
+        np.testing.assert_allclose(found, getattr(expected_cache, name).astype(jnp.float32), atol=atol)
+
+
+def test_layers_apart_are_views_of_the_stack():
+    config = dataclasses.replace(TINY, hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=4, head_dim=16)
+    transformer = transformer_from(config, init_params(config, 0))
+    apart = with_layers_apart(transformer).layers
+    stack = nnx.state(transformer.layers)["mlp"]["up_proj"]["kernel"][...]
+    for number, layer in enumerate(apart):
+        one = layer.mlp.up_proj.kernel[...]
+        assert one.unsafe_buffer_pointer() == stack.unsafe_buffer_pointer() + number * one.nbytes
+        np.testing.assert_array_equal(one, stack[number])
+
+
+def test_large_models_alone_hold_their_layers_apart(monkeypatch):
+    transformer = transformer_from(TINY, params(TINY))
+    size = sum(x.size for x in jax.tree.leaves(nnx.state(transformer.layers)))
+
+    def apart() -> bool:
+        with Weights.of(transformer).transformer() as given:
+            return isinstance(given.layers, nnx.List)
+
+    monkeypatch.setattr(rooms, "LARGE", size + 1)
+    assert not apart()
+    monkeypatch.setattr(rooms, "LARGE", size)
+    assert apart()
+
+
+def test_over_a_mesh_the_stack_stays_and_its_devices_share_the_work(monkeypatch):
+    monkeypatch.setattr(rooms, "LARGE", 0)
+    mesh = make_mesh(MeshConfig(tensor=2, fsdp=4))
+    given = params(TINY)
+    shardings = param_shardings(mesh, param_axes(TINY), {name: x.shape for name, x in given.items()})
+    weights = Weights.of(transformer_from(TINY, jax.device_put(given, shardings)))
+    assert weights.mesh == mesh
+    with weights.transformer() as transformer:
+        assert not isinstance(transformer.layers, nnx.List)
+
+
+def test_models_of_one_shape_share_their_programs():
+    first, second = (Weights.of(transformer_from(TINY, init_params(TINY, seed))) for seed in (0, 1))
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    assert first._structure is second._structure
+    before = window._cache_size()
+    tokens, masked = np.zeros((3, 5), np.int32), jnp.zeros((3, 5), bool)
+    one, other = window(first, tokens, masked)[0], window(second, tokens, masked)[0]
+    assert window._cache_size() == before + 1 and not np.allclose(one, other)

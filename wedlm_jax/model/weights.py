@@ -1,0 +1,108 @@
+"""Weights: a transformer as an argument of jitted programs, its layers laid out as decoding reads them fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.sharding import on_mesh
+
+# Parameters of the layers from which on a CPU they are held apart. Fewer are copied in no time, and compile sooner in a scan.
+LARGE = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What programs are compiled for, beside the shapes of arrays."""
+
+    graph: nnx.GraphDef
+    tree: jax.tree_util.PyTreeDef  # of the state
+    mesh: Mesh | None  # whose devices share the work, each with its rows of the batch and its heads
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Once: a jitted call asks for it every time, and the graph is a tree of its own."""
+        return hash((self.graph, self.tree, self.mesh))
+
+
+_known: dict[Structure, Structure] = {}  # so that models of one shape share one, and are compared without a walk
+
+
+@jax.tree_util.register_pytree_node_class
+class Weights:
+    """The arrays of a transformer in a flat list, which a call of a jitted program passes on quickly."""
+
+    def __init__(self, arrays: list[jax.Array], structure: Structure):
+        self._arrays, self._structure = arrays, structure
+
+    @classmethod
+    def of(cls, transformer: Transformer) -> Weights:
+        """On a CPU that computes alone, with large layers apart."""
+        mesh = mesh_of(nnx.state(transformer))
+        if mesh is None and _gains_from_layers_apart(transformer):
+            transformer = with_layers_apart(transformer)
+        graph, state = nnx.split(transformer)
+        arrays, tree = jax.tree.flatten(state)
+        structure = Structure(graph, tree, mesh)
+        return cls(arrays, _known.setdefault(structure, structure))
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._structure.mesh
+
+    @contextlib.contextmanager
+    def transformer(self) -> Iterator[Transformer]:
+        """Inside a traced function: the transformer, while what is traced is for its devices."""
+        with on_mesh(self.mesh):
+            yield nnx.merge(self._structure.graph, jax.tree.unflatten(self._structure.tree, self._arrays))
+
+    def tree_flatten(self) -> tuple[list[jax.Array], Structure]:
+        return self._arrays, self._structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Structure, arrays: list[jax.Array]) -> Weights:
+        return cls(arrays, structure)
+
+
+def mesh_of(params: nnx.State) -> Mesh | None:
+    """The devices that parameters are cut over; None for a single one."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
+
+
+def _gains_from_layers_apart(transformer: Transformer) -> bool:
+    arrays = jax.tree.leaves(nnx.state(transformer.layers))
+    on_cpu = all(device.platform == "cpu" for array in arrays[:1] for device in array.devices())
+    return on_cpu and not isinstance(transformer.layers, nnx.List) and sum(x.size for x in arrays) >= LARGE
+
+
+def with_layers_apart(transformer: Transformer) -> Transformer:
+    """The same transformer, with arrays of its own for each layer.
+
+    A scan takes every layer's parameters out of the stack before it computes with them: on a CPU that is a copy of the whole
+    model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.decode_forward --stacked`).
+
+    The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them.
+    """
+    graph, stacked = transformer.split_stack()
+    on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
+    [device] = jax.tree.leaves(stacked)[0].devices()
+    apart = [
+        nnx.merge(graph, jax.tree.map(lambda x, layer=layer: jax.device_put(x[layer], device, may_alias=True), on_host))
+        for layer in range(transformer.config.num_layers)
+    ]
+    transformer = nnx.merge(*nnx.split(transformer))
+    transformer.layers = nnx.List(apart)
+    return transformer
