@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import wedlm_jax
+from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import ModelFile, load_params
-from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import load_experiment, override
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
@@ -28,10 +28,6 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
         yield
-
-
-class Killed(Exception):
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +65,8 @@ def test_a_checkpoint_holds_the_adapter_alone_and_loads_with_its_base(base, fini
         np.testing.assert_array_equal(params_of(model.transformer)[name], value)
 
 
-def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(base, finished, tmp_path, monkeypatch):
-    draw, left = PackedBatches.__next__, iter(range(3))
-
-    def dying(stream):
-        if next(left, None) is None:
-            raise Killed
-        return draw(stream)
-
-    monkeypatch.setattr(PackedBatches, "__next__", dying)
-    with pytest.raises(Killed):
-        train(experiment(base), tmp_path)
-    monkeypatch.setattr(PackedBatches, "__next__", draw)
+def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(base, finished, tmp_path):
+    train_until_killed(experiment(base), tmp_path, draws=3)
     train(experiment(base), tmp_path)
     for name, value in load_params(finished)[1].items():
         np.testing.assert_array_equal(load_params(tmp_path)[1][name], value, err_msg=name)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import wedlm_jax
+from tests.killed_training import Killed, train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import self_generation
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import Base, ModelFile, load_params
 from wedlm_jax.data.config import DataConfig, SelfGenerated
-from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.data.quickstart_tasks import split_of
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.config import DecodeConfig
@@ -37,10 +37,6 @@ def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
         yield
-
-
-class Killed(Exception):
-    pass
 
 
 # Whatever a base that knows nothing writes is a token of its tokenizer.
@@ -109,17 +105,7 @@ def test_a_run_killed_while_writing_and_while_training_ends_as_one_that_was_not(
     monkeypatch.setattr(self_generation, "decode_batch", dying)
     with pytest.raises(Killed):
         train(experiment(base), tmp_path)
-    draw, left = PackedBatches.__next__, iter(range(1))
-
-    def no_more(stream):
-        if next(left, None) is None:
-            raise Killed
-        return draw(stream)
-
-    monkeypatch.setattr(PackedBatches, "__next__", no_more)
-    with pytest.raises(Killed):
-        train(experiment(base), tmp_path)
-    monkeypatch.setattr(PackedBatches, "__next__", draw)
+    train_until_killed(experiment(base), tmp_path, draws=1)
     assert next(calls) == 3, "of two batches the first was written before the kill, and not again"
     train(experiment(base), tmp_path)
     for file in (COMPLETIONS, MADE_FROM):

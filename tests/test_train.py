@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import load_params, saved_steps
@@ -17,10 +18,6 @@ from wedlm_jax.experiment import override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
 from wedlm_jax.pretrained import load
 from wedlm_jax.train import main, train
-
-
-class Killed(BaseException):
-    """Ends a run as abruptly as a signal would."""
 
 
 @pytest.fixture(autouse=True)
@@ -62,25 +59,10 @@ def test_a_run_leaves_a_workdir_that_load_reads(finished):
     assert model.eos_token_ids == (model.tokenizer.eos_token_id,)
 
 
-def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path):
     """Parameters, optimizer, order of the data and metrics; killed twice, once before the first checkpoint."""
-    draw = PackedBatches.__next__
-
-    def dying_after(draws: int):
-        left = iter(range(draws))
-
-        def next_batch(stream):
-            if next(left, None) is None:
-                raise Killed
-            return draw(stream)
-
-        return next_batch
-
     for draws in (1, 4):
-        monkeypatch.setattr(PackedBatches, "__next__", dying_after(draws))
-        with pytest.raises(Killed):
-            train(EXPERIMENT, tmp_path)
-    monkeypatch.setattr(PackedBatches, "__next__", draw)
+        train_until_killed(EXPERIMENT, tmp_path, draws)
     train(EXPERIMENT, tmp_path)
 
     assert lines_without_time(tmp_path) == lines_without_time(finished)
