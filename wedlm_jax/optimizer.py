@@ -28,9 +28,8 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     decay_mask: Literal["kernels", "official"] = "kernels"  # no norms, no biases; "official": only no biases
     clip_norm: float = 1.0  # of the gradient of all parameters together
-    first_moment_dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # bfloat16: 2 bytes a parameter less; the second stays
-    )
+    # bfloat16: 2 bytes a parameter less; the second moment stays as it is.
+    first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):

@@ -46,9 +46,8 @@ class ObjectiveConfig:
     block_size: int = 32  # J: tokens of a block, each with a mask ratio of its own
     in_block: Literal["causal", "bidirectional"] = "causal"  # how a prediction block sees itself (Figure 5c)
     streams: Literal["dual", "single"] = "dual"  # "single": a document is one block with one mask ratio (Eq. 7)
-    reorder: bool = (
-        True  # False: masks stay in their places, in standard order, and see nothing of their block to their right
-    )
+    # False: masks stay in their places, in standard order, and see nothing of their block to their right.
+    reorder: bool = True
     normalization: Normalization = "weights"  # of the MLM loss: by the sum of the 1 / gamma, or by the learned tokens
     ar_loss_weight: float = 1.0  # w in (mlm + w * ar) / (1 + w)
     ar_steps: int = 0  # the first of the steps that train the AR loss alone; all of them for a base model

@@ -119,9 +119,8 @@ class DataConfig(SourceConfig):
 
     mixture: tuple[WeightedSource, ...] = ()
     self_generated: SelfGenerated | None = None  # in place of the replies of the training documents; None: as they are
-    held_out_share: float | None = (
-        None  # of the documents, by hash; None is 0.02; the two built-in sources have their own
-    )
+    # Of the documents, by hash; None is 0.02; the two built-in sources have their own.
+    held_out_share: float | None = None
     row_length: int = 256  # L: tokens of a packed row; text and tokens are cut into pieces of this length
     num_problems: int = 100_000  # quickstart_tasks: problems drawn before they come again in another order
     num_end_tokens: int = 8  # end-of-turn targets after the last turn of a conversation or completion, its own included

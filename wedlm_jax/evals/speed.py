@@ -48,9 +48,8 @@ class Speed:
     tokens_per_second: float
     tokens_per_forward: float  # of a row
     p_cache: float
-    forward_milliseconds: (
-        float  # one forward of the batch, prefill not in it; NaN where there was but one, or the clock failed
-    )
+    # One forward of the batch, prefill not in it; NaN where there was but one, or the clock failed.
+    forward_milliseconds: float
     roofline_milliseconds: float  # the least for a forward over as many slots, by this machine's measured rates
     speedup_over_ar: float
     equal_to_ar: int  # rows whose tokens are those of AR
