@@ -1,0 +1,40 @@
+"""What the benchmarks print: means with their intervals, and the table of what an adapter adds to a forward."""
+
+import re
+import sys
+
+from benchmarks import decode_forward
+from benchmarks.quickstart_seeds import line_of, mean
+
+
+def test_a_mean_has_students_interval_cut_at_0_and_at_most():
+    """By hand: Student's 0.975 quantile is 4.303 for two degrees of freedom and 3.182 for three."""
+    assert mean([10, 11, 12, 13], ".1f") == "11.5 (9.4-13.6)"  # 1.291 * 3.182 / 2 on each side
+    assert mean([1, 2, 3], ".2f") == "2.00 (0.00-4.48)"
+    assert mean([97, 98, 99], ".0f", most=100) == "98 (96-100)"
+    assert mean([7], ".1f") == mean([7, 7, 7], ".1f") == "7.0"
+
+
+def test_a_line_holds_a_cell_for_each_heading_and_the_counts_of_every_seed():
+    seeds = [
+        dict(task="grid_paths", label="verified: an adapter", n=200, accuracy=accuracy, tokens_per_forward=3.0,
+             speedup_over_ar=1.5, same_text=same, trained=120_000, training_seconds=60.0)
+        for accuracy, same in ((0.5, 200), (0.5, 199))
+    ]  # fmt: skip
+    cells = ["grid paths", "verified: an adapter", "50", "3.00", "1.50", "200 / 199 of 200"]
+    assert line_of(seeds) == f"| {' | '.join([*cells, '0.12M', '60'])} |"
+    untrained = [row | dict(trained=0, training_seconds=0.0) for row in seeds]
+    assert line_of(untrained) == f"| {' | '.join([*cells, '-', '-'])} |"
+
+
+def test_decode_forward_prints_what_an_adapter_adds_to_each_window(monkeypatch, capsys):
+    flags = "--adapter-rank 2 --shape tiny --dtype float32 --windows 1 2 --context 8 --slots 16 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["decode_forward", *flags.split()])
+    decode_forward.main()
+    printed = capsys.readouterr().out
+    [share] = re.findall(r"rank 2: (\S+)% of the base's parameters", printed)
+    assert 0 < float(share) < 100
+    rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert all(float(cell) > 0 for row in rows for cell in row)
+    assert [len(row) for row in rows] == [5, 5]
