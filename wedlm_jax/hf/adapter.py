@@ -21,7 +21,7 @@ from wedlm_jax.config_tree import from_json
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft
 from wedlm_jax.hf.config import read_json
-from wedlm_jax.hf.export import require_free, whole_directory
+from wedlm_jax.hf.export import require_free, whole_directory, write_json
 from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, write_file
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
@@ -81,9 +81,9 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
         write_file(
             staging / WEIGHTS, [t for row in adapter_rows(config) for t in _stored(row, config, params[row.ours])]
         )
-        _write_json(staging / FILE, dataclasses.asdict(described))
+        write_json(staging / FILE, dataclasses.asdict(described))
         if config.adapter.rows == "all":
-            _write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
+            write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
 
 
 def with_adapter(model: Model, directory: Path) -> Model:
@@ -173,7 +173,3 @@ def _stored(row: Row, config: ModelConfig, array: jax.Array) -> list[TensorToWri
         TensorToWrite(name, row.hf_shape(config), held.dtype, lambda part=part: row.to_hf(part, config))  # type: ignore[misc]
         for name, part in zip(row.names(config), layers, strict=True)
     ]
-
-
-def _write_json(file: Path, value: dict) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -45,8 +45,8 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
-        _write_json(staging / "config.json", _export_config(model, arch))
-        _write_json(staging / "generation_config.json", _export_generation_config(model))
+        write_json(staging / "config.json", _export_config(model, arch))
+        write_json(staging / "generation_config.json", _export_generation_config(model))
 
 
 @contextlib.contextmanager
@@ -145,5 +145,6 @@ def _is_export(directory: Path) -> bool:
     return file.is_file() and read_json(file).get("exported_by") == EXPORTER
 
 
-def _write_json(file: Path, value: dict[str, Any]) -> None:
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """As the files of Hugging Face models are written: indented, in UTF-8."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
