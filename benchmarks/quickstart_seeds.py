@@ -26,7 +26,6 @@ from scipy.stats import t as student
 
 from benchmarks.side_by_side import machine
 from wedlm_jax.checkpoint import saved_steps
-from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.sweep import Row, Setting, sweep
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
@@ -109,16 +108,12 @@ def decode(folder: Path, limit: int) -> list[dict[str, Any]]:
         return dataclasses.asdict(row) | {
             # An adapter's AR is its base's.
             "speedup_over_ar": row.tokens_per_second / ar.tokens_per_second,
-            "same_text": sum(map(same_text, completions[row.task, row.label], of_base)),
+            "same_text": sum(c.ids == b.ids for c, b in zip(completions[row.task, row.label], of_base, strict=True)),
             "trained": 0 if needs is None else sum(x.size for x in trained[needs].values()),
             "training_seconds": 0.0 if needs is None else training_seconds(folder / needs),
         }
 
     return [of_row(row) for row in rows]
-
-
-def same_text(one: Completion, other: Completion) -> bool:
-    return one.ids == other.ids
 
 
 def mean(values: Sequence[float], form: str, most: float = float("inf")) -> str:

@@ -31,6 +31,7 @@ _SMALL = {
     ),
 }
 _OF_EXPERIMENTS = {
+    "quickstart": ("quickstart_base", ()),
     "qwen3_0p6b": ("qwen3_0p6b_sft", ()),
     "qwen3_1p7b": ("qwen3_0p6b_sft", ("model.hidden_size=2048", "model.intermediate_size=6144")),
     "qwen3_8b": ("qwen3_8b_cpt", ()),
@@ -41,8 +42,6 @@ def shape(name: Name, **changes: Any) -> ModelConfig:
     """The model of this name, nothing of it recomputed; a change to None is none."""
     if name in _SMALL:
         model = _SMALL[name]
-    elif name == "quickstart":
-        model = load_experiment("quickstart_base").model
     else:
         experiment, overrides = _OF_EXPERIMENTS[name]
         model = load_experiment(experiment, [*overrides, "model.remat=none"]).model

@@ -164,7 +164,7 @@ def compare(
             generated / median[whole],
             generated / forwards,
             generated / sum(s.tokens_processed for s in stats),
-            1e3 * behind / later if later > 0 < behind else float("nan"),
+            1e3 * behind / later if later > 0 and behind > 0 else float("nan"),
             1e3
             * forward_seconds(
                 model.config,
