@@ -67,7 +67,7 @@ class Linear(nnx.Module):
         return project([self], x, adapted)[0]
 
     def of_base(self, tokens: jax.Array) -> jax.Array:
-        y = jnp.einsum(self.equation, tokens, self.kernel[...].astype(self.dtype))
+        y = _product(self.equation, tokens, self.kernel[...].astype(self.dtype))
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
     def delta(self, x_TR: jax.Array) -> jax.Array:
@@ -84,9 +84,8 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
     outputs = [linear.of_base(tokens) for linear in linears]
     pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
     if adapted is not False and pairs:
-        inputs = _inputs_and_outputs(linears[0].equation)[0]
         a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
-        parts = jnp.split(jnp.einsum(f"T{inputs},{inputs}R->TR", tokens, a), len(pairs), axis=-1)
+        parts = jnp.split(_product(linears[0].equation, tokens, a), len(pairs), axis=-1)
         for number, linear in enumerate(linears):
             if linear.lora_a is not None:
                 outputs[number] = _where(adapted, outputs[number] + linear.delta(parts.pop(0)), outputs[number])
@@ -100,6 +99,12 @@ def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) ->
     chosen = jnp.where(adapted.reshape(-1, *[1] * (of_base.ndim - 1)), with_adapter, of_base)
     # So that it is not rewritten together with what reads it. A CPU's compiler drops the barrier before it forms its loops.
     return jax.lax.optimization_barrier(chosen)
+
+
+def _product(equation: str, tokens: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Summed over the inputs of `equation` in the order in which they lie. An einsum sums in that of the letters, H before N, for
+    which XLA on CPU writes the whole kernel anew, transposed, in every call (`python -m benchmarks.layouts`)."""
+    return jnp.tensordot(tokens, kernel, axes=len(_inputs_and_outputs(equation)[0]))
 
 
 def _inputs_and_outputs(equation: str) -> tuple[str, str]:
