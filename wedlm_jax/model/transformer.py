@@ -110,13 +110,24 @@ class Transformer(nnx.Module):
             adapted = self._adapted_rows(masked)
             x_BLD, rope = self.embedded(tokens, masked), None
             if self.embed_positions is None:
-                rope = rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+                rope = self._angles(positions)
             else:
                 x_BLD = x_BLD + self.embed_positions(pattern.physical_index(tokens.shape[1]))
             run = self._run_list if isinstance(self.layers, nnx.List) else self._run_stack
             x_BLD, cache = run(x_BLD, cache, rope=rope, pattern=pattern, adapted=adapted)
             hidden = self.final_norm(x_BLD)
         return hidden if cache is None else (hidden, cache)
+
+    def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def angles() -> tuple[jax.Array, jax.Array]:
+            return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+
+        if not isinstance(self.layers, nnx.List):
+            return angles()
+        # XLA on CPU would compute the cosines anew for every head of every layer in the loop that reads them. It merges nothing
+        # across a conditional, and cannot know that this one always holds.
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(angles))
+        return jax.lax.cond(positions[0, 0] >= 0, angles, lambda: nothing)
 
     def split_stack(self) -> tuple[nnx.GraphDef[Layer], nnx.State]:
         """What a layer is, and the parameters of all of them, for a scan."""
