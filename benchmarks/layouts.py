@@ -4,11 +4,13 @@ asks of logits are written as they are.
     python -m benchmarks.layouts
 
 Shapes are those of `benchmarks.train_step`: 2,048 tokens, D = 512, 8 heads of 64, tiles of 256 keys and 512 queries; below them
-those of a decoding step: 16 slots, 8,192 tokens of the vocabulary, 12 heads of 64 over 256 slots of the cache.
+those of a decoding step: 16 slots, 8,192 tokens of the vocabulary, 12 heads of 64 over 256 slots of the cache, a kernel back from
+these heads to D = 768, and eight matrices of 4 MiB, one after the other, on one token.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -28,7 +30,8 @@ def main() -> None:
     scores, queries = _random((4, 512, 256), (4, 512, 64))
     keys, window = _random((1, 256, 12, 64), (1, 12, 16, 64))
     logits, rows, head = _random((16, 8192), (16, 512), (8192, 512))
-    pairs: dict[str, tuple[tuple[Any, Any], tuple[jax.Array, jax.Array]]] = {
+    kernel, attended, token, stack = _random((12, 64, 768), (16, 12, 64), (1, 1024), (8, 1024, 1024))
+    pairs: dict[str, tuple[tuple[Any, Any], tuple[jax.Array, Any]]] = {
         "sum of products over the last of four axes: `sum`, `vecdot`": (
             (lambda a, b: jnp.sum(a * b, axis=-1), lambda a, b: jnp.vecdot(a, b)), (heads, out),
         ),
@@ -53,6 +56,16 @@ def main() -> None:
         "logits: rows by matrix, matrix by rows": (
             (lambda a, b: jnp.einsum("RD,VD->RV", a, b), output_logits), (rows, head),
         ),
+        "products with a kernel [N, H, D]: `einsum`, `tensordot`": (
+            (lambda a, b: jnp.einsum("TNH,NHD->TD", b, a), lambda a, b: jnp.tensordot(b, a, axes=2)), (kernel, attended),
+        ),
+        "eight matrices: a scan over their stack, each by itself": (
+            (
+                lambda a, b: jax.lax.scan(lambda x, matrix: (x @ matrix, None), a, b[0])[0],
+                lambda a, b: functools.reduce(jnp.matmul, b[1], a),
+            ),
+            (token, (stack, tuple(stack))),
+        ),
         "likeliest token: `argmax`, maxima of blocks first": (
             (lambda a, b: jnp.argmax(a, axis=-1), lambda a, b: likeliest(a)), (logits, logits),
         ),
@@ -75,7 +88,7 @@ def main() -> None:
 def _repeated(function: Any) -> Any:
     """Each turn's input depends on the turn before, so that none is left out."""
 
-    def run(a: jax.Array, b: jax.Array) -> jax.Array:
+    def run(a: jax.Array, b: Any) -> jax.Array:
         def turn(_: Any, carry: jax.Array) -> jax.Array:
             return 1e-9 * jnp.ravel(function(a + carry, b))[0]
 

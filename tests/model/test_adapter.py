@@ -15,6 +15,7 @@ from wedlm_jax.model.adapter import TARGETS, AdapterConfig, is_adapter_parameter
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
 from wedlm_jax.model.patterns import CachedWindow, DualStream
+from wedlm_jax.model.weights import Weights, with_layers_apart
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 ON_MASKS = AdapterConfig(rank=3, alpha=6.0)
@@ -38,24 +39,35 @@ def adapted(adapter: AdapterConfig, **changes):
     return config, base | noise
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def window(config, params, tokens, masked, length):
+def window(config, params, tokens, masked, length, *, apart=False):
     """Hidden states and cache of a window behind a cache that holds something."""
+    transformer = transformer_from(config, params)
+    weights = Weights.of(with_layers_apart(transformer) if apart else transformer)
     cache = KVCache.zeros(config, tokens.shape[0], 24)
     held = jnp.arange(cache.k.size, dtype=jnp.float32).reshape(cache.k.shape)
     cache = KVCache(jnp.sin(held).astype(cache.k.dtype), jnp.cos(held).astype(cache.v.dtype))
+    if not apart:
+        return run_window(weights, tokens, masked, length, cache)
+    of_layers = tuple(KVCache(cache.k[i : i + 1], cache.v[i : i + 1]) for i in range(config.num_layers))
+    hidden, of_layers = run_window(weights, tokens, masked, length, of_layers)
+    return hidden, jax.tree.map(lambda *x: jnp.concatenate(x), *of_layers)
+
+
+@jax.jit
+def run_window(weights, tokens, masked, length, cache):
     positions = length[:, None] + jnp.arange(tokens.shape[1])
-    transformer = transformer_from(config, params)
-    return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(length), masked=masked, cache=cache)
+    with weights.transformer() as transformer:
+        return transformer.hidden(tokens, positions=positions, pattern=CachedWindow(length), masked=masked, cache=cache)
 
 
 LENGTH = jnp.array([0, 5, 11], jnp.int32)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["stack", "apart"])
 @pytest.mark.parametrize(
     "changes", [{}, {"qkv_bias": True, "qk_norm": False}, {"dtype": "bfloat16", "param_dtype": "bfloat16"}]
 )
-def test_rows_that_are_no_masks_keep_every_bit(changes):
+def test_rows_that_are_no_masks_keep_every_bit(changes, apart):
     """Filled rows come first in a window, so that they see each other alone.
 
     (With a head_dim of 8 or less and qk-norm, the last bit can differ on a CPU: the compiler puts the norm's sum of squares into
@@ -64,8 +76,8 @@ def test_rows_that_are_no_masks_keep_every_bit(changes):
     config, own = adapted(ON_MASKS, head_dim=16, **changes)
     base = dataclasses.replace(config, adapter=None)
     masked = jnp.arange(8) >= jnp.array([[3], [8], [5]])
-    expected, expected_cache = window(base, split_adapter(own)[0], TOKENS, None, LENGTH)
-    hidden, cache = window(config, own, TOKENS, masked, LENGTH)
+    expected, expected_cache = window(base, split_adapter(own)[0], TOKENS, None, LENGTH, apart=apart)
+    hidden, cache = window(config, own, TOKENS, masked, LENGTH, apart=apart)
     filled = ~np.asarray(masked)
     np.testing.assert_array_equal(np.asarray(hidden)[filled], np.asarray(expected)[filled])
     assert np.abs(np.asarray(hidden - expected, np.float32))[~filled].max(-1).min() > 1e-3

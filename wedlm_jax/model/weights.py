@@ -92,7 +92,7 @@ def with_layers_apart(transformer: Transformer) -> Transformer:
     """The same transformer, with arrays of its own for each layer.
 
     A scan takes every layer's parameters out of the stack before it computes with them: on a CPU that is a copy of the whole
-    model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.decode_forward --stacked`).
+    model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.layouts`).
 
     The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them.
     """
