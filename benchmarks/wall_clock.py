@@ -197,9 +197,8 @@ def against_ar(
 def replay(batch: Batch, steps: Steps) -> DecodeState:
     """Verified decoding whose steps feed and accept what the recorded ones did."""
     counts = np.array([steps.lead, steps.emitted, steps.fed])
-    padded = np.pad(
-        counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1]))
-    )  # so that few lengths are compiled
+    # So that few lengths are compiled.
+    padded = np.pad(counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1])))
     start = (batch.program, batch.model.weights, batch.state, batch.settings)
     return _replay(*start, jnp.asarray(padded), counts.shape[1])
 

@@ -111,9 +111,8 @@ def forward_program(
     masked_BT = jnp.broadcast_to(jnp.arange(slots) >= slots - masks, (rows, slots)) if masks else None
 
     def call() -> jax.Array:
-        said, held[0] = run(
-            weights, tokens_BT, masked_BT, held[0]
-        )  # given away, as in a decode loop: else it would be copied
+        # Given away, as in a decode loop: else it would be copied.
+        said, held[0] = run(weights, tokens_BT, masked_BT, held[0])
         return said
 
     return call

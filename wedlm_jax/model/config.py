@@ -45,9 +45,8 @@ class ModelConfig:
     qk_norm: bool = True
     dtype: DType = "float32"  # activations and matmuls
     param_dtype: DType = "float32"
-    matmul_precision: Literal["default", "high", "highest"] = (
-        "default"  # "highest": float32 is float32 on accelerators too
-    )
+    # "highest": float32 is float32 on accelerators too
+    matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
