@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.sharding import constrain, kv_heads_held
 
 AXES = (None, "batch", "kv_heads", None, None)  # the names of a cache's axes
@@ -42,13 +41,14 @@ class KVCache:
         B, T = k_BTKH.shape[:2]
         chex.assert_shape(start, (B,))
         chex.assert_shape([k_BTKH, v_BTKH], (B, T, self.k.shape[2], self.k.shape[4]))
-        rows, slots = jnp.arange(B)[:, None], start[:, None] + jnp.arange(T)[None, :]
-        places: tuple = (layer, rows, slice(None), slots)
-        if target_platform() == "cpu":  # with the heads as one slice a single token's write would copy the cache
-            places = (layer, rows[..., None], jnp.arange(self.k.shape[2]), slots[..., None])
+        rows, slots = jnp.arange(B)[:, None, None], (start[:, None] + jnp.arange(T)[None, :])[..., None]
+        heads = jnp.arange(
+            self.k.shape[2]
+        )  # each by its number: written as one slice they would make XLA copy the cache
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-            return cache.at[places].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+            new = new.astype(cache.dtype)
+            return cache.at[layer, rows, heads, slots].set(new, mode="drop", unique_indices=True)
 
         return KVCache(put(self.k, k_BTKH), put(self.v, v_BTKH))
 
