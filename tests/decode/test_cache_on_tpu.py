@@ -1,4 +1,4 @@
-"""A window forward compiled for a TPU that is not there: it writes the cache where it lies."""
+"""Decoding compiled for a TPU that is not there: prefill and loop write the cache where it lies."""
 
 import importlib.util
 
@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import pytest
 
 from wedlm_jax import ahead_of_time
+from wedlm_jax.decode.config import DecodeConfig, RowSettings
+from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, transformer_from
-from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.weights import Weights
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(
@@ -19,29 +21,39 @@ pytestmark = pytest.mark.skipif(
 
 MODEL = ModelConfig(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=128,
-    dtype="bfloat16",
+    dtype="bfloat16", param_dtype="bfloat16",
 )  # fmt: skip
-ROWS, SLOTS = 4, 1024
+ROWS, PROMPT, NEW = 8, 1024, 1024
 
 
-@pytest.mark.parametrize("window", [1, 16])
-def test_no_cache_is_copied(window):
+@pytest.mark.parametrize("decoder", ["ar", "verified"])
+def test_no_cache_is_copied(decoder, monkeypatch):
+    monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
     mesh = make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1"))
+    config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
+    sizes = dict(slots=config.slots, output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter)
 
-    def forward(params, tokens, length, cache):
+    def prefilled(*arguments):
         with on_mesh(mesh):
-            positions = length[:, None] + jnp.arange(window)
-            behind = dict(positions=positions, pattern=CachedWindow(length), cache=cache)
-            return transformer_from(MODEL, params).hidden(tokens, **behind)
+            return start(*arguments, **sizes)
 
-    params = jax.eval_shape(lambda: init_params(MODEL, 0))
-    cache = jax.eval_shape(lambda: KVCache.zeros(MODEL, ROWS, SLOTS))
-    numbers = jax.ShapeDtypeStruct((ROWS, window), jnp.int32), jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), (params, *numbers, cache)
+    def decoded(*arguments):
+        with on_mesh(mesh):
+            return run(Program.of(config), *arguments)
+
+    def on_chip(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
+
+    settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS)))
+    weights = on_chip(Weights.of(transformer_from(MODEL, init_params(MODEL, 0))))
+    prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)))
+    state = on_chip(jax.eval_shape(prefilled, weights, *prompts, settings))
+    programs = (
+        jax.jit(prefilled).lower(weights, *prompts, settings),
+        jax.jit(decoded, donate_argnums=1).lower(weights, state, settings),
     )
-    compiled = jax.jit(forward, donate_argnums=3).lower(*arguments).compile()
-    of_a_layer = cache.k.size * cache.k.dtype.itemsize / MODEL.num_layers
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * of_a_layer
-    shape = f"bf16[{','.join(map(str, cache.k.shape))}]"
-    assert [line for line in compiled.as_text().splitlines() if shape in line and " copy(" in line] == []
+    shape = f"bf16[{','.join(map(str, state.cache.k.shape))}]"
+    for program in programs:
+        text = program.compile().as_text()
+        assert shape in text
+        assert [line for line in text.splitlines() if shape in line and " copy(" in line] == []

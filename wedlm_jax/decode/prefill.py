@@ -12,6 +12,7 @@ from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 
+TILE = 16  # slots: of a cache of whole tiles a TPU writes single heads in place, any other it copies (bfloat16: 16 x 128)
 CHUNK = 512  # tokens of a row that one forward runs: what bounds the memory of a long prompt beside its cache
 
 
@@ -39,7 +40,7 @@ def prefill(
     """
     B, P = prompt.shape
     # A row writes at most C slots behind prompt + output.
-    cache = transformer.empty_cache(B, P + output_slots + slots)
+    cache = transformer.empty_cache(B, -(-(P + output_slots + slots) // TILE) * TILE)
     stop = prompt_length - (holds_back and drafter != "verified")
     cache, hidden_BMD = fill_cache(
         transformer, cache, prompt, jnp.zeros(B, jnp.int32), stop, settings,
