@@ -12,7 +12,7 @@ from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 
-TILE = 16  # slots: of a cache of whole tiles a TPU writes single heads in place, any other it copies (bfloat16: 16 x 128)
+TILE = 16  # slots, of bfloat16: a cache of whole tiles a TPU writes head by head where it lies, any other it copies
 CHUNK = 512  # tokens of a row that one forward runs: what bounds the memory of a long prompt beside its cache
 
 
