@@ -82,7 +82,6 @@ def forward_program(
     Args:
       masks: of the slots of a row, its last ones; an adapter of mask rows has a part in these alone, and without any in nothing.
     """
-
     weights = Weights.of(transformer_from(config, params))
 
     @functools.partial(jax.jit, donate_argnames="cache")

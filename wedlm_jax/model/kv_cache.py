@@ -42,9 +42,8 @@ class KVCache:
         chex.assert_shape(start, (B,))
         chex.assert_shape([k_BTKH, v_BTKH], (B, T, self.k.shape[2], self.k.shape[4]))
         rows, slots = jnp.arange(B)[:, None, None], (start[:, None] + jnp.arange(T)[None, :])[..., None]
-        heads = jnp.arange(
-            self.k.shape[2]
-        )  # each by its number: written as one slice they would make XLA copy the cache
+        # Each head by its number: written as one slice they would make XLA copy the cache.
+        heads = jnp.arange(self.k.shape[2])
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
             new = new.astype(cache.dtype)

@@ -103,7 +103,7 @@ def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) ->
 
 def _product(equation: str, tokens: jax.Array, kernel: jax.Array) -> jax.Array:
     """Summed over the inputs of `equation` in the order in which they lie. An einsum sums in that of the letters, H before N, for
-    which XLA on CPU writes the whole kernel anew, transposed, in every call (`python -m benchmarks.layouts`)."""
+    which XLA on CPU writes the whole kernel anew, transposed, in every call."""
     return jnp.tensordot(tokens, kernel, axes=len(_inputs_and_outputs(equation)[0]))
 
 
