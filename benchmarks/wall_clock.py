@@ -36,7 +36,7 @@ from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, advance, emit
 from wedlm_jax.decode.window import feeding_widths, window_forward
-from wedlm_jax.evals.row_cost import FORWARDS, forward_program, in_turns, median_ratio, row_costs
+from wedlm_jax.evals.row_cost import forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.transformer import Transformer
@@ -108,7 +108,7 @@ def allocated(flags: Flags, models: dict[str, Model]) -> None:
             [
                 (
                     str(n),
-                    f"{1e3 * statistics.median(seconds[n]) / FORWARDS:.2f}",
+                    f"{1e3 * statistics.median(seconds[n]):.2f}",
                     f"{median_ratio(seconds[n], seconds[flags.lengths[0]]):.3f}",
                 )
                 for n in flags.lengths

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_an_engine_that_counts_its_forwards_is_believed(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "python", "said"),
     [
-        ({"broken": True}, sys.executable, "RuntimeError: no such kernel$"),
+        ({"broken": True}, sys.executable, "RuntimeError: no such kernel \\(all that it said is in .*vllm-.*log\\)$"),
         ({}, "/no/such/python", "/no/such/python: cannot be run"),
         ({}, "/bin/false", "ended with status 1 and said nothing"),
     ],
@@ -43,6 +44,15 @@ def test_an_engine_that_cannot_be_loaded_is_one_line(settings, python, said, mon
     with_fake_engines(monkeypatch, tmp_path)
     with pytest.raises(UserError, match=said):
         Baseline("vllm", python, Path("x"), **settings)
+
+
+def test_what_an_engine_said_before_it_failed_is_kept(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError):
+        Baseline("vllm", sys.executable, Path("x"), broken=True)
+    [kept] = tmp_path.glob("vllm-*.log")
+    assert kept.read_text() == "loading x\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")

@@ -79,14 +79,25 @@ class Baseline:
             line = ""
         answered = json.loads(line) if line else {"error": self._last_words()}
         if "error" in answered:
-            raise UserError(f"{self.name} under {self.python}: {answered['error']}")
+            raise UserError(f"{self.name} under {self.python}: {answered['error']}{self._kept_words()}")
         return answered
 
     def _last_words(self) -> str:
         self._process.wait()
-        self._said.seek(0)
-        said = [line.strip() for line in self._said if line.strip()]
+        said = [line.strip() for line in self._words().splitlines() if line.strip()]
         return said[-1] if said else f"ended with status {self._process.returncode} and said nothing"
+
+    def _words(self) -> str:
+        self._said.seek(0)
+        return self._said.read()
+
+    def _kept_words(self) -> str:
+        """Where all that it said lies: an engine of many processes names the cause there alone."""
+        if not self._words():
+            return ""
+        with tempfile.NamedTemporaryFile("w", prefix=f"{self.name}-", suffix=".log", delete=False) as kept:
+            kept.write(self._words())
+        return f" (all that it said is in {kept.name})"
 
     def __enter__(self) -> Baseline:
         return self

@@ -8,7 +8,17 @@ from answers import Engine, Job, serve
 def load(job: Job) -> Engine:
     from vllm import LLM, SamplingParams
 
-    model = LLM(model=job["model"], dtype=job["dtype"], enable_prefix_caching=False, seed=0)
+    model = LLM(
+        model=job["model"],
+        dtype=job["dtype"],
+        max_model_len=job["context"],
+        max_num_seqs=job["rows"],
+        # As much cache as the batches take, and no share of the memory: by itself vLLM takes nearly all, and JAX lives here too.
+        kv_cache_memory_bytes=job["cache_bytes"],
+        gpu_memory_utilization=0.01,
+        enable_prefix_caching=False,
+        seed=0,
+    )
 
     def generate(request: Job) -> Job:
         settings = SamplingParams(

@@ -24,9 +24,20 @@ from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import Weights
 
-FORWARDS = 4  # of a call, in a loop on the device
-Program = Callable[[], Any]
 Params = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What is timed: a call that runs so many forwards, in a loop on the device."""
+
+    call: Callable[[], Any]
+    forwards: int = 1
+
+
+def forwards_of_a_call(params: Params) -> int:
+    """Four, or so many that the call itself, a fifth of a millisecond on a CPU, is next to nothing beside them."""
+    return max(4, 2**28 // sum(x.size for x in params.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +72,7 @@ def row_costs(
     return [
         RowCost(
             width,
-            statistics.median(seconds["forward", width]) / FORWARDS,
+            statistics.median(seconds["forward", width]),
             median_ratio(seconds["forward", width], seconds["forward", 1]),
             median_ratio(seconds["forward", width], seconds["products", width]),
         )
@@ -71,18 +82,18 @@ def row_costs(
 
 def product_seconds(config: ModelConfig, params: Params, rows: int, rounds: int) -> float:
     """The median time of the plain products of one forward."""
-    return statistics.median(in_turns({"": product_program(config, params, rows)}, rounds)[""]) / FORWARDS
+    return statistics.median(in_turns({"": product_program(config, params, rows)}, rounds)[""])
 
 
 def forward_program(
     config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int, masks: int = 0
 ) -> Program:
-    """FORWARDS times a window behind a cache and the logits of all its slots, each fed what the one before says.
+    """Again and again a window behind a cache and the logits of all its slots, each fed what the one before says.
 
     Args:
       masks: of the slots of a row, its last ones; an adapter of mask rows has a part in these alone, and without any in nothing.
     """
-    weights = Weights.of(transformer_from(config, params))
+    weights, forwards = Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(
@@ -101,7 +112,7 @@ def forward_program(
                 logits = transformer.logits(hidden)
                 return jnp.abs(logits.sum(axis=-1)).astype(jnp.int32) % config.vocab_size, cache
 
-            return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
+            return jax.lax.fori_loop(0, forwards, forward, (tokens_BT, cache))
 
     with weights.transformer() as transformer:
         held = [transformer.empty_cache(rows, allocated)]
@@ -114,12 +125,12 @@ def forward_program(
         said, held[0] = run(weights, tokens_BT, masked_BT, held[0])
         return said
 
-    return call
+    return Program(call, forwards)
 
 
 def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
-    """FORWARDS times the products of `rows` vectors with every matrix of the model, and sums that link one to the next."""
-    D, weights = config.hidden_size, Weights.of(transformer_from(config, params))
+    """Again and again the products of `rows` vectors with every matrix of the model, and sums that link one to the next."""
+    D, weights, forwards = config.hidden_size, Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
 
     def layer(x_RD: jax.Array, of_layer: Layer) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
@@ -145,24 +156,24 @@ def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
                     )
                 return x_RD + 1e-6 * jnp.mean(transformer.logits(y_RD), axis=-1, keepdims=True)
 
-            return jax.lax.fori_loop(0, FORWARDS, products, x_RD)
+            return jax.lax.fori_loop(0, forwards, products, x_RD)
 
     x_RD = jnp.full((rows, D), 1e-3, config.dtype)
-    return lambda: run(weights, x_RD)
+    return Program(lambda: run(weights, x_RD), forwards)
 
 
 def in_turns(
     programs: Mapping[Any, Program], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[Any, list[float]]:
-    """Seconds of `rounds` calls of each, one after the other in every round, after a call that compiles."""
+    """Seconds a forward in `rounds` calls of each, one after the other in every round, after a call that compiles."""
     for program in programs.values():
-        jax.block_until_ready(program())
+        jax.block_until_ready(program.call())
     seconds: dict[Any, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
         for name, program in programs.items():
             start = clock()
-            jax.block_until_ready(program())
-            seconds[name].append(clock() - start)
+            jax.block_until_ready(program.call())
+            seconds[name].append((clock() - start) / program.forwards)
     return seconds
 
 
