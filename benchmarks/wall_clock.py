@@ -90,8 +90,17 @@ def curve(flags: Flags, models: dict[str, Model]) -> None:
         costs = row_costs(model.config, params_of(model.transformer), slots=flags.slots, rounds=flags.rounds, **sizes)
         print_table(
             f"Cost of a forward, {name}, {context} of 256 slots used",
-            ("slots", "ms", "of one token", "of the plain products"),
-            [(str(c.slots), f"{1e3 * c.seconds:.2f}", f"{c.over_one:.2f}", f"{c.over_products:.2f}") for c in costs],
+            ("slots", "ms", "of one token", "of the plain products", "attention's among them"),
+            [
+                (
+                    str(c.slots),
+                    f"{1e3 * c.seconds:.2f}",
+                    f"{c.over_one:.2f}",
+                    f"{c.over_products:.2f}",
+                    f"{c.over_all_products:.2f}",
+                )
+                for c in costs
+            ],
         )
         print()
 

@@ -1,7 +1,7 @@
 """What a decode forward over several slots costs: against one over one token, and against the plain products of as many rows.
 
-The first ratio bounds what parallel decoding gains in wall-clock: tokens per forward over it. The second is what the forward
-adds to the arithmetic that it cannot do without.
+The first ratio bounds what parallel decoding gains in wall-clock: tokens per forward over it. The others are what the forward
+adds to the arithmetic that it cannot do without: with the model's matrices, and with those and attention's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RowCost:
     slots: int  # of a row
     seconds: float  # of a forward over so many
     over_one: float  # of that, against one token
-    over_products: float  # against the plain products of as many rows
+    over_products: float  # against the plain products of as many vectors with the model's matrices
+    over_all_products: float  # against these and those of their queries with the keys and values in use
 
 
 def row_costs(
@@ -67,7 +68,8 @@ def row_costs(
     for width in widths:
         shape = dict(rows=rows, slots=width, context=context, allocated=allocated)
         programs["forward", width] = forward_program(config, params, **shape)
-        programs["products", width] = product_program(config, params, rows * width)
+        programs["products", width] = product_program(config, params, rows, width)
+        programs["all products", width] = product_program(config, params, rows, width, context + width)
     seconds = in_turns(programs, rounds)
     return [
         RowCost(
@@ -75,6 +77,7 @@ def row_costs(
             statistics.median(seconds["forward", width]),
             median_ratio(seconds["forward", width], seconds["forward", 1]),
             median_ratio(seconds["forward", width], seconds["products", width]),
+            median_ratio(seconds["forward", width], seconds["all products", width]),
         )
         for width in slots
     ]
@@ -128,38 +131,57 @@ def forward_program(
     return Program(call, forwards)
 
 
-def product_program(config: ModelConfig, params: Params, rows: int) -> Program:
-    """Again and again the products of `rows` vectors with every matrix of the model, and sums that link one to the next."""
-    D, weights, forwards = config.hidden_size, Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
+def product_program(config: ModelConfig, params: Params, rows: int, slots: int = 1, context: int = 0) -> Program:
+    """Again and again the products of `rows * slots` vectors with every matrix of the model, and sums that link one to the next.
 
-    def layer(x_RD: jax.Array, of_layer: Layer) -> jax.Array:
+    Args:
+      context: if any, also those of each row's queries with so many cached keys and values.
+    """
+    D, K, H, weights = (
+        config.hidden_size,
+        config.num_kv_heads,
+        config.head_dim,
+        Weights.of(transformer_from(config, params)),
+    )
+    forwards = forwards_of_a_call(params)
+
+    def layer(x_RD: jax.Array, of_layer: Layer, k_BKCH: jax.Array, v_BKCH: jax.Array) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
         linears = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
         q, k, v, gate, up = (x.kernel[...].astype(config.dtype).reshape(D, -1) for x in linears)
         o, down = (x.kernel[...].astype(config.dtype).reshape(-1, D) for x in (attention.o_proj, mlp.down_proj))
-        x_RD = x_RD + (x_RD @ q) @ o + jnp.mean(x_RD @ k + x_RD @ v, axis=-1, keepdims=True)
+        mixed = x_RD @ q
+        if context:  # which query is whose changes nothing of the time
+            scores = jnp.einsum("BKRH,BKCH->BKRC", mixed.reshape(rows, K, -1, H), k_BKCH)
+            mixed = jnp.einsum("BKRC,BKCH->BKRH", scores, v_BKCH).reshape(mixed.shape)
+        x_RD = x_RD + mixed @ o + jnp.mean(x_RD @ k + x_RD @ v, axis=-1, keepdims=True)
         return x_RD + (x_RD @ gate + x_RD @ up) @ down
 
     @jax.jit
-    def run(weights: Weights, x_RD: jax.Array) -> jax.Array:
+    def run(weights: Weights, x_RD: jax.Array, cache: Cache) -> jax.Array:
         with weights.transformer() as transformer, jax.default_matmul_precision(config.matmul_precision):
 
             def products(_: Any, x_RD: jax.Array) -> jax.Array:
                 y_RD = x_RD
-                if isinstance(transformer.layers, nnx.List):
-                    for of_layer in transformer.layers:
-                        y_RD = layer(y_RD, of_layer)
+                if isinstance(cache, tuple):
+                    assert isinstance(transformer.layers, nnx.List)
+                    for of_layer, cached in zip(transformer.layers, cache, strict=True):
+                        y_RD = layer(y_RD, of_layer, cached.k[0], cached.v[0])
                 else:
                     graph, stacked = transformer.split_stack()
                     y_RD, _ = jax.lax.scan(
-                        lambda y_RD, state: (layer(y_RD, nnx.merge(graph, state)), None), y_RD, stacked
+                        lambda y_RD, xs: (layer(y_RD, nnx.merge(graph, xs[0]), *xs[1:]), None),
+                        y_RD,
+                        (stacked, cache.k, cache.v),
                     )
                 return x_RD + 1e-6 * jnp.mean(transformer.logits(y_RD), axis=-1, keepdims=True)
 
             return jax.lax.fori_loop(0, forwards, products, x_RD)
 
-    x_RD = jnp.full((rows, D), 1e-3, config.dtype)
-    return Program(lambda: run(weights, x_RD), forwards)
+    x_RD = jnp.full((rows * slots, D), 1e-3, config.dtype)
+    with weights.transformer() as transformer:
+        cache = transformer.empty_cache(rows, context)
+    return Program(lambda: run(weights, x_RD, cache), forwards)
 
 
 def in_turns(
