@@ -53,6 +53,10 @@ def adapted() -> Experiment:
         name="ablations",
         train=dataclasses.replace(quickstart.train, steps=STEPS, checkpoint_every=STEPS),
         evaluation=dataclasses.replace(
-            quickstart.evaluation, tasks=("word_problems",), entropy_thresholds=(0.4,), masked_loss_rows=64
+            quickstart.evaluation,
+            tasks=("word_problems",),
+            entropy_thresholds=(0.4,),
+            verified_windows=(),
+            masked_loss_rows=64,
         ),
     )

@@ -60,6 +60,10 @@ def adapter() -> Experiment:
         train=dataclasses.replace(default.train, steps=STEPS, checkpoint_every=STEPS),
         # Every row of a batch has the counters that it has alone, and nothing is timed.
         evaluation=dataclasses.replace(
-            default.evaluation, tasks=("word_problems", "counting"), entropy_thresholds=(), batch_size=50
+            default.evaluation,
+            tasks=("word_problems", "counting"),
+            entropy_thresholds=(),
+            verified_windows=(),
+            batch_size=50,
         ),
     )

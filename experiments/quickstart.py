@@ -31,5 +31,5 @@ def quickstart() -> Experiment:
         objective=ObjectiveConfig(block_size=16),
         optimizer=OptimizerConfig(learning_rate=2e-3, warmup_steps=50, final_fraction=0.05, b2=0.98),
         train=TrainConfig(steps=STEPS, batch_size=8, checkpoint_every=STEPS // 2),
-        evaluation=EvaluationConfig(problems_per_task=200, block_size=16),
+        evaluation=EvaluationConfig(problems_per_task=200, block_size=16, verified_windows=(8,)),
     )

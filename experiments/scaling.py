@@ -92,6 +92,7 @@ def adapted(width: int) -> Experiment:
             quickstart.evaluation,
             tasks=("word_problems",),
             entropy_thresholds=(0.4,),
+            verified_windows=(),
             masked_loss_rows=64,
             batch_size=20,
         ),

@@ -63,7 +63,8 @@ def test_without_colour_the_steps_are_numbers_and_with_colour_the_text_is_untouc
 
 def row(**changes):
     values = dict(
-        task="counting", label="verified", weights="adapted", settings={"decoder": "verified", "entropy_threshold": 0.4},
+        task="counting", label="verified", weights="adapted",
+        settings={"decoder": "verified", "entropy_threshold": 0.4, "window_size": 16},
         n=40, batch_size=1, correct=36, accuracy=0.9, low=0.77, high=0.96, generated_tokens=400, tokens_per_forward=4.25,
         p_cache=0.21, tokens_per_second=812.0, speedup_over_ar=1.5, equal_to_ar=40, unfinished=0,
     )  # fmt: skip

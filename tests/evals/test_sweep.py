@@ -119,7 +119,7 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
 @pytest.mark.parametrize(
     "field, value",
     [("problems_per_task", 0), ("batch_size", 0), ("held_out_files", -1), ("window_size", 0), ("distance_penalty", -1.0),
-     ("entropy_thresholds", (0.1, -0.5)), ("confidence_threshold", 2.0)],
+     ("entropy_thresholds", (0.1, -0.5)), ("confidence_threshold", 2.0), ("verified_windows", (8, 0))],
 )  # fmt: skip
 def test_bad_evaluation_settings_are_refused(field, value):
     with pytest.raises(UserError):

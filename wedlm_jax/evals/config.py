@@ -23,6 +23,9 @@ class EvaluationConfig:
     window_size: int = 16  # W of streaming, verified and lookup
     entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
     verified_entropy_threshold: float = 0.7
+    verified_windows: tuple[
+        int, ...
+    ] = ()  # further W of verified decoding, a row each: a CPU is fastest with a narrow one
     distance_penalty: float = 0.02
     block_size: int = 32
     confidence_threshold: float = 0.9
@@ -36,7 +39,8 @@ class EvaluationConfig:
         for name in ("held_out_files", "masked_loss_rows", "text_prompts"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be 0 (off) or more")
-        self.autoregressive, self.blockwise, self.verified, self.lookup, self.streaming  # noqa: B018  DecodeConfig checks the rest
+        # DecodeConfig checks the rest
+        self.autoregressive, self.blockwise, self.verified, self.verified_at, self.lookup, self.streaming  # noqa: B018
 
     @property
     def autoregressive(self) -> DecodeConfig:
@@ -54,6 +58,11 @@ class EvaluationConfig:
     @property
     def verified(self) -> DecodeConfig:
         return self._window("verified", self.verified_entropy_threshold)
+
+    @property
+    def verified_at(self) -> tuple[DecodeConfig, ...]:
+        """One for each of `verified_windows`."""
+        return tuple(dataclasses.replace(self.verified, window_size=window) for window in self.verified_windows)
 
     @property
     def lookup(self) -> DecodeConfig:

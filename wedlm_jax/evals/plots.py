@@ -44,6 +44,7 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
 
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
     thresholds = sorted({row.settings["entropy_threshold"] for row in rows if row.settings["decoder"] == "streaming"})
+    windows = sorted({row.settings["window_size"] for row in rows if row.settings["decoder"] == "verified"})
     for row in rows:
         decoder = row.settings["decoder"]
         x, y = getattr(row, quantity), row.accuracy
@@ -51,6 +52,8 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
         shade = 1.0
         if decoder == "streaming":  # the lighter, the lower tau
             shade = (1 + thresholds.index(row.settings["entropy_threshold"])) / len(thresholds)
+        elif decoder == "verified":  # the lighter, the narrower the window
+            shade = (1 + windows.index(row.settings["window_size"])) / len(windows)
         error = [[max(y - row.low, 0)], [max(row.high - y, 0)]]
         axes.errorbar(
             x,
