@@ -23,9 +23,8 @@ class EvaluationConfig:
     window_size: int = 16  # W of streaming, verified and lookup
     entropy_thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)  # tau of the streaming rows
     verified_entropy_threshold: float = 0.7
-    verified_windows: tuple[
-        int, ...
-    ] = ()  # further W of verified decoding, a row each: a CPU is fastest with a narrow one
+    # Further W of verified decoding, a row each: a CPU is fastest with a narrow one.
+    verified_windows: tuple[int, ...] = ()
     distance_penalty: float = 0.02
     block_size: int = 32
     confidence_threshold: float = 0.9

@@ -137,13 +137,8 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
     Args:
       context: if any, also those of each row's queries with so many cached keys and values.
     """
-    D, K, H, weights = (
-        config.hidden_size,
-        config.num_kv_heads,
-        config.head_dim,
-        Weights.of(transformer_from(config, params)),
-    )
-    forwards = forwards_of_a_call(params)
+    D, K, H = config.hidden_size, config.num_kv_heads, config.head_dim
+    weights, forwards = Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
 
     def layer(x_RD: jax.Array, of_layer: Layer, k_BKCH: jax.Array, v_BKCH: jax.Array) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
