@@ -72,8 +72,9 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
     rows.append(Setting("AR, adapted" if with_base else "AR", ADAPTED, config.autoregressive))
     rows.append(Setting(f"block-wise, J={config.block_size}", ADAPTED, config.blockwise))
     rows += [Setting(f"streaming, tau={c.entropy_threshold:g}", ADAPTED, c) for c in config.streaming]
-    rows += [Setting("lookup", ADAPTED, config.lookup), Setting("verified", ADAPTED, config.verified)]
+    rows.append(Setting("lookup", ADAPTED, config.lookup))
     rows += [Setting(f"verified, W={c.window_size}", ADAPTED, c) for c in config.verified_at]
+    rows.append(Setting("verified", ADAPTED, config.verified))
     with_masks = [row for row in rows if row.config.uses_masks] if config.in_place else []
     in_place = [dataclasses.replace(row.config, reorder=False) for row in with_masks]
     # Short, so that the table fits 80 columns: "in place, J=16", "in place, tau=0.4", "in place, verified".
