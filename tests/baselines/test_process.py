@@ -42,6 +42,7 @@ def test_an_engine_that_counts_its_forwards_is_believed(monkeypatch, tmp_path):
 )
 def test_an_engine_that_cannot_be_loaded_is_one_line(settings, python, said, monkeypatch, tmp_path):
     with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(UserError, match=said):
         Baseline("vllm", python, Path("x"), **settings)
 

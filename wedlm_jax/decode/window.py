@@ -22,7 +22,7 @@ from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
 # What a further slot adds to a forward, of the cost of one over a single slot. On a CPU about 0.04 at 110M parameters, 0.05 at
-# 34M and 0.15 at 2M (benchmarks/wall_clock.py); on an accelerator, where reading the weights dominates, by its rates of
+# 34M and 0.25 at 2M (benchmarks/wall_clock.py); on an accelerator, where reading the weights dominates, by its rates of
 # memory and arithmetic, not measured.
 SLOT_COST = {"cpu": 0.05, "accelerator": 0.002}
 ROUNDING = 0.1
