@@ -47,7 +47,7 @@ from wedlm_jax.version import __version__
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
 PROBLEMS = 256  # drawn of a task, to make prompts of
 CHARACTERS = 800  # of an excerpt of stdlib_code
-SPARE_SLOTS = 256  # of a row's cache in another engine, which takes it in pages of up to 128 slots
+SPARE_SLOTS = 256  # of a row's cache in another engine: a page of up to 128 slots to fill up, and one to spare
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,6 +126,12 @@ def test_bad_evaluation_settings_are_refused(field, value):
         EvaluationConfig(**{field: value})
 
 
+def test_further_windows_of_verified_decoding_have_rows_of_their_own_before_the_main_one():
+    last = settings_of(EvaluationConfig(verified_windows=(8, 4)), with_base=False)[-3:]
+    assert [(s.label, s.config.window_size) for s in last] == [("verified, W=8", 8), ("verified, W=4", 4), ("verified", 16)]
+    assert {(s.config.decoder, s.config.entropy_threshold) for s in last} == {("verified", 0.7)}
+
+
 def test_in_place_measures_every_decoder_that_fills_masks_once_more_without_reordering():
     plain, both = (settings_of(EvaluationConfig(in_place=chosen), with_base=True) for chosen in (False, True))
     assert both[: len(plain)] == plain and all(s.config.reorder for s in plain)

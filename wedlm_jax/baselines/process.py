@@ -93,10 +93,11 @@ class Baseline:
 
     def _kept_words(self) -> str:
         """Where all that it said lies: an engine of many processes names the cause there alone."""
-        if not self._words():
+        words = self._words()
+        if not words:
             return ""
         with tempfile.NamedTemporaryFile("w", prefix=f"{self.name}-", suffix=".log", delete=False) as kept:
-            kept.write(self._words())
+            kept.write(words)
         return f" (all that it said is in {kept.name})"
 
     def __enter__(self) -> Baseline:
