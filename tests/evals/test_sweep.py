@@ -128,7 +128,8 @@ def test_bad_evaluation_settings_are_refused(field, value):
 
 def test_further_windows_of_verified_decoding_have_rows_of_their_own_before_the_main_one():
     last = settings_of(EvaluationConfig(verified_windows=(8, 4)), with_base=False)[-3:]
-    assert [(s.label, s.config.window_size) for s in last] == [("verified, W=8", 8), ("verified, W=4", 4), ("verified", 16)]
+    assert [s.label for s in last] == ["verified, W=8", "verified, W=4", "verified"]
+    assert [s.config.window_size for s in last] == [8, 4, 16]
     assert {(s.config.decoder, s.config.entropy_threshold) for s in last} == {("verified", 0.7)}
 
 
