@@ -1,16 +1,19 @@
-"""window_size="auto": the window follows what is accepted and how many rows run, and the tokens do not notice."""
+"""window_size="auto": the window follows what is accepted and what a slot costs all rows, and the tokens do not notice."""
 
 import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.auto_window import next_rung, rung_in_play
+from wedlm_jax.decode.auto_window import DEAREST, FED, next_rung, rung_in_play, widest_rung
 from wedlm_jax.decode.config import AUTO_WINDOWS
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU
 
 from .models import MASK, TINY, config_of, reciting_model, tiny_model
 
@@ -39,41 +42,56 @@ def test_the_window_doubles_at_half_accepted_and_halves_where_no_draft_was_right
     assert AUTO_WINDOWS[int(rung[0])] == then
 
 
-@pytest.mark.parametrize(("running", "widest"), [(1, 32), (4, 32), (5, 16), (8, 16), (9, 8), (16, 8), (17, 4), (64, 4)])
-def test_rows_share_the_slots_of_a_forward(running, widest):
-    config = config_of("verified", window_size="auto")
-    rows = 64
-    batch = Batch(
-        tiny_model(), [make_request(tiny_model(), [1], config, row=row, name="prompt") for row in range(rows)]
-    )
-    state = dataclasses.replace(
-        batch.state, rung=jnp.full(rows, len(AUTO_WINDOWS) - 1), finish=jnp.where(jnp.arange(rows) < running, 0, 1)
-    )
-    assert {AUTO_WINDOWS[rung] for rung in np.asarray(rung_in_play(state)).tolist()} == {widest}
+def batch_of(rows: int, slot_cost: float, **fields) -> Batch:
+    model = dataclasses.replace(tiny_model())
+    model.slot_cost = slot_cost
+    config = config_of("verified", **{"window_size": "auto", **fields})
+    return Batch(model, [make_request(model, [1], config, row=row, name="prompt") for row in range(rows)])
 
 
 @pytest.mark.parametrize(
-    ("window", "rows", "masks"),
+    ("running", "widest"), [(1, 32), (8, 32), (9, 32), (12, 16), (19, 16), (20, 8), (41, 8), (46, 4)]
+)
+def test_the_more_rows_run_the_narrower_is_the_window(running, widest):
+    rows = 64
+    batch = batch_of(rows, ON_ACCELERATOR)
+    state = dataclasses.replace(
+        batch.state, rung=jnp.full(rows, len(AUTO_WINDOWS) - 1), finish=jnp.where(jnp.arange(rows) < running, 0, 1)
+    )
+    assert {AUTO_WINDOWS[rung] for rung in np.asarray(rung_in_play(state, batch.settings)).tolist()} == {widest}
+
+
+@given(rows=st.integers(1, 256), slot_cost=st.floats(0, 1))
+def test_the_widest_window_is_the_last_that_costs_at_most_so_much_of_ar(rows, slot_cost):
+    def cost(window: int) -> float:
+        return (1 + slot_cost * rows * FED * window) / (1 + slot_cost * rows)
+
+    widest = int(widest_rung(rows, slot_cost))
+    assert widest == 0 or cost(AUTO_WINDOWS[widest]) <= DEAREST + 1e-3
+    assert all(cost(window) > DEAREST - 1e-3 for window in AUTO_WINDOWS[widest + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("window", "slot_cost", "rows", "masks"),
     [
-        ("auto", 1, 31),
-        ("auto", 4, 31),
-        ("auto", 5, 15),
-        ("auto", 9, 7),
-        ("auto", 17, 3),
-        (5, 1, 4),
-        (8, 9, 7),
-        (1, 2, 0),
+        ("auto", ON_ACCELERATOR, 1, 31),
+        ("auto", ON_ACCELERATOR, 17, 15),
+        ("auto", ON_CPU, 1, 7),
+        ("auto", ON_CPU, 17, 3),
+        (5, ON_CPU, 1, 4),
+        (8, ON_CPU, 9, 7),
+        (1, ON_CPU, 2, 0),
     ],
 )
-def test_prefill_drafts_from_the_masks_of_the_window_that_a_row_starts_with_and_counts_as_many(window, rows, masks):
-    config = config_of("verified", window_size=window, entropy_threshold=float("inf"))
-    batch = Batch(
-        tiny_model(), [make_request(tiny_model(), [1], config, row=row, name="prompt") for row in range(rows)]
-    )
-    assert masks_in_prefill(config, rows) == masks <= riding_masks(config.drafter, config.slots)
+def test_prefill_drafts_from_the_masks_of_the_window_that_a_row_starts_with_and_counts_as_many(
+    window, slot_cost, rows, masks
+):
+    batch = batch_of(rows, slot_cost, window_size=window, entropy_threshold=float("inf"))
+    config = batch.requests[0].config
+    assert masks_in_prefill(config, rows, slot_cost) == masks <= riding_masks(config.drafter, config.slots)
     assert batch.state.processed.tolist() == [masks] * rows
     assert batch.state.filled.sum(axis=1).tolist() == [1 + masks] * rows  # all of them, and the pending token
-    assert masks_in_prefill(config_of("lookup"), rows) == 0
+    assert masks_in_prefill(config_of("lookup"), rows, slot_cost) == 0
 
 
 def test_windows_of_a_trace_follow_the_rule():
@@ -82,6 +100,7 @@ def test_windows_of_a_trace_follow_the_rule():
     for wrong, reached in ((0.0, AUTO_WINDOWS[-1]), (1.0, AUTO_WINDOWS[0])):
         drafts = [0 if wrong else token for token in chain]
         model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
+        model.slot_cost = ON_ACCELERATOR
         config = config_of("verified", window_size="auto", entropy_threshold=float("inf"), max_new_tokens=len(chain))
         [completion] = generate(model, [[0]], config, trace=True)
         assert completion.ids == chain

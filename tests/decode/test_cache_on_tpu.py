@@ -12,6 +12,7 @@ from wedlm_jax.decode.loop import Program, run, start
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
@@ -44,7 +45,7 @@ def test_no_cache_is_copied(decoder, monkeypatch):
     def on_chip(tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
 
-    settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS)))
+    settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR))
     weights = on_chip(Weights.of(transformer_from(MODEL, init_params(MODEL, 0))))
     prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)))
     state = on_chip(jax.eval_shape(prefilled, weights, *prompts, settings))

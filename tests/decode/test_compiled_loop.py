@@ -17,6 +17,7 @@ from wedlm_jax.decode import window
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
 from wedlm_jax.decode.window import feeding_widths
+from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
 
@@ -82,8 +83,8 @@ def test_a_second_call_compiles_nothing_at_all(caplog):
 def arguments(name: str, window_size: int = 4) -> tuple:
     config = dataclasses.replace(config_of(name, temperature=0.5, window_size=window_size), mask_token_id=MASK)
     weights = tiny_model().weights
-    lengths = jnp.asarray([1, 2, 3], jnp.int32)
-    prompt, settings = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), RowSettings.from_configs([config] * 3, range(3))
+    prompt, lengths = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32)
+    settings = RowSettings.from_configs([config] * 3, range(3), tiny_model().slot_cost)
     state = decode_loop.start(weights, prompt, lengths, settings, **start_sizes(config))
     return decode_loop.Program.of(config), weights, state, settings
 
@@ -127,7 +128,7 @@ def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
 def test_a_step_writes_the_cache_in_place_at_every_width():
     """No copy of the cache in the compiled loop, though the step chooses between several widths."""
     positional = arguments("verified", window_size=8)
-    assert len(feeding_widths(positional[2].window.shape[1], ROWS)) >= 3
+    assert len(feeding_widths(positional[2].window.shape[1], ROWS * tiny_model().slot_cost)) >= 3
     text = decode_loop.run.lower(*positional).compile().as_text()
     shape = positional[2].cache.k.shape
     assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
@@ -143,19 +144,18 @@ def test_a_copied_cache_would_be_seen():
 
 def test_the_forward_is_as_wide_as_what_is_fed():
     """The same window by several widths: a program for each, none below SMALLEST_WIDTH, and the whole window at last."""
-    widths = feeding_widths(16, ROWS)
+    widths = feeding_widths(16, ROWS * tiny_model().slot_cost)
     assert widths[0] >= 8 and widths[-1] == 16 and len(widths) >= 3
     text = decode_loop.run.lower(*arguments("verified", window_size=8)).as_text()
     assert all(f"tensor<3x{width}x{TINY.hidden_size}xf32>" in text for width in widths)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("of_one_row", [ON_CPU, ON_CPU_FROM_CACHE, ON_ACCELERATOR])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("slots", "least"), [(2, None), (8, None), (16, None), (32, None), (64, None), (64, 4)])
-def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, platform, monkeypatch):
-    monkeypatch.setattr(window, "target_platform", lambda: platform)
-    widths = feeding_widths(slots, rows, least)
-    a_slot = window.SLOT_COST["cpu" if platform == "cpu" else "accelerator"] * rows
+def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, of_one_row):
+    a_slot = of_one_row * rows
+    widths = feeding_widths(slots, a_slot, least)
     lowest = max(slots // 2 if least is None else least, min(window.SMALLEST_WIDTH, slots))
     assert widths[-1] == slots and list(widths) == sorted(set(widths)) and len(widths) <= 8
     for fed in range(lowest, slots + 1):
@@ -164,9 +164,8 @@ def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, pla
         assert cost <= 1 + window.ROUNDING or width - fed < slots // 8
 
 
-def test_where_slots_cost_nothing_one_width_is_compiled(monkeypatch):
-    monkeypatch.setattr(window, "target_platform", lambda: "gpu")
-    assert feeding_widths(32, 1) == (32,) and len(feeding_widths(32, 64)) > 2
+def test_where_slots_cost_nothing_one_width_is_compiled():
+    assert feeding_widths(32, ON_ACCELERATOR) == (32,) and len(feeding_widths(32, 64 * ON_ACCELERATOR)) > 2
 
 
 def test_sizes_fall_into_buckets():

@@ -49,7 +49,7 @@ def test_the_engine_says_the_same_and_reuses_prefixes(apart):
 
 def test_a_step_writes_every_layer_s_cache_in_place(apart):
     config = dataclasses.replace(config_of("verified"), window_size=8, mask_token_id=0)
-    settings = RowSettings.from_configs([config] * ROWS, range(ROWS))
+    settings = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.slot_cost)
     prompt, lengths = np.ones((ROWS, 8), np.int32), np.full(ROWS, 8, np.int32)
     state = decode_loop.start(apart.weights, prompt, lengths, settings, **start_sizes(config))
     program = decode_loop.Program.of(config)

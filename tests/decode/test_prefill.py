@@ -20,7 +20,9 @@ from .models import MASK, TINY, config_of, tiny_model
 
 LENGTHS = [13, 5, 1]
 PROMPT = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 16)).astype(np.int32)
-SETTINGS = RowSettings.from_configs([dataclasses.replace(config_of("verified"), mask_token_id=MASK)] * 3, range(3))
+SETTINGS = RowSettings.from_configs(
+    [dataclasses.replace(config_of("verified"), mask_token_id=MASK)] * 3, range(3), slot_cost=0.05
+)
 
 
 def filled(chunk: int, start=(0, 0, 0), cache: KVCache | None = None, masks: int = 0) -> tuple:

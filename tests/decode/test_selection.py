@@ -22,7 +22,7 @@ DRAWS = 20_000
 
 def settings_of(*configs: DecodeConfig) -> RowSettings:
     resolved = [dataclasses.replace(c, stop_ids=(), mask_token_id=c.mask_token_id or 0) for c in configs]
-    return RowSettings.from_configs(resolved, range(len(resolved)))
+    return RowSettings.from_configs(resolved, range(len(resolved)), slot_cost=0.05)
 
 
 @jax.jit

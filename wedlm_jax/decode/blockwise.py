@@ -10,6 +10,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import select_by_confidence
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
+from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import confidence
 
@@ -32,7 +33,14 @@ def blockwise_step(
     before = state
     B, C = state.window.shape
     state, reading = window_forward(
-        transformer, state, settings, fed, masks, widths=feeding_widths(C, B), most_read=C // 2, score=confidence
+        transformer,
+        state,
+        settings,
+        fed,
+        masks,
+        widths=feeding_widths(C, B * slot_cost(transformer)),
+        most_read=C // 2,
+        score=confidence,
     )
 
     masked = masks & state.running[:, None]

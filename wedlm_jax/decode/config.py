@@ -197,6 +197,7 @@ class RowSettings:
 
     window_size: jax.Array  # int32 [B]
     adapts: jax.Array  # bool [B]: window_size is "auto"; see auto_window.py
+    slot_cost: jax.Array  # float32 [B]: of the model, the same for all
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
@@ -213,7 +214,7 @@ class RowSettings:
     key: jax.Array  # PRNG keys [B]
 
     @classmethod
-    def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
+    def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float) -> RowSettings:
         """Stacks configs whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed the noise."""
 
         def column(name: str, dtype: str) -> np.ndarray:
@@ -224,6 +225,7 @@ class RowSettings:
         columns = dict(
             window_size=column("window", "int32"),
             adapts=column("adapts", "bool"),
+            slot_cost=np.full(len(configs), slot_cost, "float32"),
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),

@@ -27,11 +27,11 @@ def riding_masks(drafter: Drafter | None, slots: int) -> int:
     return slots // 2 - 1 if drafter == "verified" else 0
 
 
-def masks_in_prefill(config: DecodeConfig, rows: int) -> int:
+def masks_in_prefill(config: DecodeConfig, rows: int, slot_cost: float) -> int:
     """How many of them are of a row's own window, where so many rows start at once: drafted from, and counted as processed."""
     if config.drafter != "verified":
         return 0
-    return (AUTO_WINDOWS[int(widest_rung(rows))] if config.adapts else config.window) - 1
+    return (AUTO_WINDOWS[int(widest_rung(rows, slot_cost))] if config.adapts else config.window) - 1
 
 
 def first_drafts(

@@ -123,7 +123,9 @@ class Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         self.program = Program.of(config)
-        self.settings = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests])
+        self.settings = RowSettings.from_configs(
+            [r.config for r in requests], [r.row for r in requests], model.slot_cost
+        )
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):

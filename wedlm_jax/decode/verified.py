@@ -17,6 +17,7 @@ from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
+from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import entropy
 
@@ -44,8 +45,7 @@ def verified_step(
         settings,
         fed,
         masks | (slots < lead[:, None]),
-        # As many slots as automatic windows come to may also hold the narrowest of them.
-        widths=feeding_widths(C, B, AUTO_WINDOWS[0] if 2 * AUTO_WINDOWS[-1] == C else None),
+        widths=widths(C, B * slot_cost(transformer)),
         most_read=C,
         score=entropy,
     )
@@ -62,6 +62,11 @@ def verified_step(
         state,
         window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
         filled=pending | (state.filled & behind) | filling,
-        rung=next_rung(rung_in_play(before), lead, accepted),
+        rung=next_rung(rung_in_play(before, settings), lead, accepted),
     )
     return advance(state, kept), record
+
+
+def widths(slots: int, a_slot: float) -> tuple[int, ...]:
+    """Of the forwards over so many window slots: as many as automatic windows come to may also hold the narrowest of them."""
+    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if slots == 2 * AUTO_WINDOWS[-1] else None)

@@ -17,14 +17,9 @@ from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
-from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
-# What a further slot adds to a forward, of the cost of one over a single slot. On a CPU about 0.04 at 110M parameters, 0.05 at
-# 34M and 0.25 at 2M (benchmarks/wall_clock.py); on an accelerator, where reading the weights dominates, by its rates of
-# memory and arithmetic, not measured.
-SLOT_COST = {"cpu": 0.05, "accelerator": 0.002}
 ROUNDING = 0.1
 
 Score = Callable[[jax.Array], jax.Array]  # logits [..., V] -> [...]
@@ -45,13 +40,16 @@ class Reading:
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
-def feeding_widths(slots: int, rows: int, least: int | None = None) -> tuple[int, ...]:
+def feeding_widths(slots: int, a_slot: float, least: int | None = None) -> tuple[int, ...]:
     """Widths to compile for a decoder that feeds `least` of its C slots or more, C / 2 if not given; the last one is C.
 
-    By the measured cost of a forward they lie so close that rounding up what is fed costs no more than ROUNDING, but no closer
-    than C / 8. Where slots cost next to nothing that is C alone.
+    They lie so close that rounding up what is fed costs no more than ROUNDING, but no closer than C / 8. Where slots cost next
+    to nothing that is C alone.
+
+    Args:
+      slots: C.
+      a_slot: what a further slot of every row adds to a forward, of the cost of one over a single slot.
     """
-    a_slot = SLOT_COST.get(target_platform(), SLOT_COST["accelerator"]) * rows
     least = max(slots // 2 if least is None else least, SMALLEST_WIDTH)
     widths = [slots]
     while widths[0] > least and 1 + a_slot * widths[0] > (1 + ROUNDING) * (1 + a_slot * least):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine.memory import cache_bytes, cache_slots, in_words
-from wedlm_jax.engine.prefix import choose_row, longest_prefix
-from wedlm_jax.engine.rows import RowGroup
+from wedlm_jax.engine.prefix import WORTH_WAITING, choose_row, longest_prefix, shared_length
+from wedlm_jax.engine.rows import Arrival, RowGroup
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
@@ -33,8 +34,8 @@ class Engine:
     Requests of one program (decoder, refill rule, verify mode, window bucket, width of stop ids) share a group of `rows` cache
     rows and one compiled loop. The loop runs at most `steps` steps without the host; then finished rows go to the next
     requests. A finished row keeps its cache until then: a request that begins with the same tokens as any row, idle or
-    running, has only the rest prefilled (prefix reuse). In float32 a request's tokens are those of `generate` run for it
-    alone.
+    running, has only the rest prefilled (prefix reuse). Short prompts that come together are prefilled together. In float32 a
+    request's tokens are those of `generate` run for it alone.
 
     Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Not
     thread-safe: use one engine from one thread. A step that an exception interrupts (Ctrl-C) has given its state away, and the
@@ -77,6 +78,7 @@ class Engine:
         self._queue, self._cache_limit = queue, cache_limit
         self._waiting: deque[Ticket] = deque()
         self._groups: dict[tuple, RowGroup] = {}
+        self._reserved: dict[tuple, list[Arrival]] = {}
         self._admitted = 0
 
     @property
@@ -175,24 +177,44 @@ class Engine:
             ticket = self._waiting.popleft()
             key = self._key(ticket.request.config)
             with self._memory_of(key, ticket):
-                if key not in self._groups and not self._open(key, ticket.request.config):
-                    # It waits for memory. So do all behind it, or a group that is never idle would starve it.
-                    kept.append(ticket)
-                    break
+                if key not in self._groups:
+                    self._start()  # of a group that is closed now no row may be copied any more
+                    if not self._open(key, ticket.request.config):
+                        # It waits for memory. So do all behind it, or a group that is never idle would starve it.
+                        kept.append(ticket)
+                        break
                 if idle := self._groups[key].idle:
-                    self._start(ticket, self._groups[key], idle)
+                    self._reserve(ticket, key, idle)
                 else:
                     kept.append(ticket)
+        self._start()
         self._waiting.extendleft(reversed(kept))
 
-    def _start(self, ticket: Ticket, group: RowGroup, idle: list[int]) -> None:
-        self._admitted += 1
-        prompt = ticket.request.prompt
+    def _reserve(self, ticket: Ticket, key: tuple, idle: list[int]) -> None:
+        """Gives a row to a request, which starts together with others; these start first where their rows have to do with it."""
+        group, prompt = self._groups[key], ticket.request.prompt
+        row = choose_row(prompt, idle, [row.tokens for row in group.rows], [row.used for row in group.rows])
         places = [(other, number) for other in self._groups.values() for number in range(self._num_rows)]
-        best, reused = longest_prefix(prompt, [other.rows[number].tokens for other, number in places])
-        target = choose_row(prompt, idle, [row.tokens for row in group.rows], [row.used for row in group.rows])
-        source, number = places[best] if reused else (group, target)
-        group.admit(ticket, target, source.cached_row(number, group.slots), reused, self._admitted)
+        best, shared = longest_prefix(prompt, [other.rows[number].tokens for other, number in places])
+        source = places[best] if shared else (group, row)
+        for other in itertools.chain.from_iterable(self._reserved.values()):
+            overwrites = (other.group, other.row) == source or (group, row) == (other.source, other.source_row)
+            if overwrites or shared_length(prompt, other.ticket.request.prompt) >= shared + WORTH_WAITING:
+                self._start()
+                self._waiting.appendleft(ticket)  # to look again at what the rows hold then
+                return
+        self._admitted += 1
+        self._reserved.setdefault(key, []).append(group.reserve(ticket, row, *source, shared, self._admitted))
+
+    def _start(self) -> None:
+        """Starts the requests that have been given a row."""
+        reserved, self._reserved = self._reserved, {}
+        for key, arrivals in reserved.items():
+            for together in self._groups[key].together(arrivals):
+                with self._memory_of(key):
+                    self._groups[key].admit(together)
+                if key not in self._groups:
+                    break
 
     def _key(self, config: DecodeConfig) -> tuple:
         return *config.program, config.stop_id_slots

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 # A row is continued where a request shares all of its tokens but this many. The end of an answer may be written otherwise
 # when it comes back inside a prompt: by a stop id, a line end, or another split into tokens.
 LEFT_BEHIND = 16
+# Tokens that a request saves by the prompt of another, for which it lets that one start before it instead of beside it.
+WORTH_WAITING = 16
 
 
 def shared_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +48,11 @@ def open_rows(
 
 
 @functools.partial(jax.jit, static_argnames="slots")
-def take_row(cache: Cache, row: jax.Array, *, slots: int) -> Cache:
-    """A copy of one row of a cache, cut or padded to `slots`."""
+def take_rows(cache: Cache, rows: jax.Array, *, slots: int) -> Cache:
+    """A copy of some rows (int [R]) of a cache, cut or padded to `slots`."""
 
     def take(x: jax.Array) -> jax.Array:
-        kept = jax.lax.dynamic_index_in_dim(x, row, axis=1)[:, :, :, :slots]
+        kept = jnp.take(x[:, :, :, :slots], rows, axis=1)
         return jnp.pad(kept, ((0, 0), (0, 0), (0, 0), (0, slots - kept.shape[3]), (0, 0)))
 
     return jax.tree.map(take, cache)
@@ -75,11 +76,11 @@ def prefill_behind(
 
 
 @functools.partial(jax.jit, static_argnames=("holds_back", "drafter"), donate_argnames=("state", "settings"))
-def fill_row(
+def fill_rows(
     weights: Weights,
     state: DecodeState,
     settings: RowSettings,
-    row: jax.Array,
+    rows: jax.Array,
     cache: Cache,
     prompt: jax.Array,
     prompt_length: jax.Array,
@@ -89,29 +90,39 @@ def fill_row(
     holds_back: bool,
     drafter: Drafter | None,
 ) -> tuple[DecodeState, RowSettings]:
-    """Starts a request in one row.
+    """Starts R requests, each in a row of its own.
 
     Args:
       state, settings: of all rows.
-      row: int [], which one.
-      cache: of this row alone, its prompt prefilled.
-      prompt: int32 [1, context]; `prompt_length` int32 [1].
-      own: settings of this row alone.
-      hidden_BMD: of the masks that rode in its prefill, B = 1.
+      rows: int [R], which ones.
+      cache: of these R rows alone, their prompts prefilled; it may have fewer slots.
+      prompt: int32 [R, context]; `prompt_length` int32 [R].
+      own: settings of the R requests.
+      hidden_BMD: of the masks that rode in their prefill, B = R.
     """
     sizes = dict(slots=state.window.shape[1], output_slots=state.output.shape[1])
     fresh = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
     with weights.transformer() as transformer:
         fresh = first_drafts(transformer, fresh, own, hidden_BMD, drafter)
 
-    def put(axis: int, rows: jax.Array, one: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(rows, one, row, axis)
+    def put(number: jax.Array, held: tuple[Any, Any]) -> tuple[Any, Any]:
+        """One request. A row at a time: written together they would make XLA copy the cache."""
 
-    filled_cache = jax.tree.map(functools.partial(put, 1), state.cache, fresh.cache)  # [layers, B, K, S, H]
-    in_front = functools.partial(put, 0)
-    without_cache = (dataclasses.replace(x, cache=None) for x in (state, fresh))  # type: ignore[arg-type]
-    state = dataclasses.replace(jax.tree.map(in_front, *without_cache), cache=filled_cache)
-    return state, jax.tree.map(in_front, settings, own)
+        def along(axis: int, all_rows: jax.Array, new: jax.Array) -> jax.Array:
+            one = jax.lax.dynamic_index_in_dim(new, number, axis)
+            start = [rows[number] if i == axis else 0 for i in range(one.ndim)]
+            return jax.lax.dynamic_update_slice(all_rows, one, start)
+
+        caches, others = held
+        caches = jax.tree.map(functools.partial(along, 1), caches, fresh.cache)  # [layers, B, K, S, H]
+        return caches, jax.tree.map(functools.partial(along, 0), others, (without_cache(fresh), own))
+
+    cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, (state.cache, (without_cache(state), settings)))
+    return dataclasses.replace(state, cache=cache), settings
+
+
+def without_cache(state: DecodeState) -> DecodeState:
+    return dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
 
 
 @functools.partial(jax.jit, static_argnames=("program", "steps"), donate_argnames="state")

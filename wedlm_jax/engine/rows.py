@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -15,10 +16,9 @@ from wedlm_jax.decode.prefill import CHUNK
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
-from wedlm_jax.engine.programs import COUNTERS, Progress, fill_row, open_rows, prefill_behind, run_steps, take_row
+from wedlm_jax.engine.programs import COUNTERS, Progress, fill_rows, open_rows, prefill_behind, run_steps, take_rows
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.kv_cache import Cache
 
 
 @dataclasses.dataclass
@@ -28,12 +28,28 @@ class Row:
     used: int = 0  # the admission that used it last
 
 
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request that has a row, before it is started there."""
+
+    ticket: Ticket
+    group: RowGroup
+    row: int
+    source: RowGroup  # its row `source_row` holds the first `start` tokens of the prompt
+    source_row: int
+    start: int  # the span of the prompt that is to be prefilled
+    stop: int
+    used: int  # the number of its admission
+
+
 class RowGroup:
     """Rows of one decoder, refill rule and window bucket. Each runs its own request with its own settings."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
-        self._weights, self._context = model.weights, context
+        self._weights, self._slot_cost, self._context = model.weights, model.slot_cost, context
         self._program = Program.of(config)
+        self._holds_back, self._drafter = config.holds_back, config.drafter
+        self._masks = riding_masks(config.drafter, config.slots)
         self.slots = cache_slots(context, config.slots)
         self._state = open_rows(
             self._weights,
@@ -43,7 +59,7 @@ class RowGroup:
             cache_slots=self.slots,
             holds_back=config.holds_back,
         )
-        self._settings = RowSettings.from_configs([config] * rows, [0] * rows)
+        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._slot_cost)
         self._progress: Progress | None = None
         self._halted = np.zeros(rows, bool)
         self.rows = [Row() for _ in range(rows)]
@@ -60,41 +76,77 @@ class RowGroup:
     def used(self) -> int:
         return max(row.used for row in self.rows)
 
-    def cached_row(self, row: int, slots: int) -> Cache:
-        """A copy of what the cache holds of one row, with room for `slots`."""
-        return take_row(self._state.cache, np.int32(row), slots=slots)
+    def reserve(self, ticket: Ticket, row: int, source: RowGroup, source_row: int, shared: int, used: int) -> Arrival:
+        """Gives an idle row to a request, which `admit` starts; until then the row's cache is what it was.
 
-    def admit(self, ticket: Ticket, row: int, cache: Cache, reused: int, used: int) -> None:
-        """Starts a request in an idle row. `cache` holds the first `reused` tokens of its prompt and is given up."""
-        prompt, config = ticket.request.prompt, ticket.request.config
-        cached = len(prompt) - config.holds_back  # the first forward feeds what is held back
-        ticket.reused_tokens = min(reused, cached)
-        whole = np.zeros((1, self._context), np.int32)
-        whole[0, : len(prompt)] = prompt
-        own = RowSettings.from_configs([config], [ticket.request.row])
-        masks, hidden = riding_masks(config.drafter, config.slots), None
-        stop = len(prompt) if masks else cached  # masks ride behind the last token of the prompt
-        for start in range(ticket.reused_tokens, stop, CHUNK):
-            end = min(start + CHUNK, stop)
-            span = (np.array([n], np.int32) for n in (start, end))
-            sizes = dict(chunk=bucket(end - start), masks=masks if end == stop else 0)
-            cache, hidden = prefill_behind(self._weights, cache, whole, *span, own, **sizes)
-        self._state, self._settings = fill_row(
+        Args:
+          source, source_row: where the first `shared` tokens of its prompt are cached.
+          used: the number of the admission.
+        """
+        self.rows[row].ticket = ticket
+        length = len(ticket.request.prompt)
+        cached = length - self._holds_back
+        # Masks ride behind the last token of the prompt; else the first forward feeds what is held back.
+        return Arrival(
+            ticket, self, row, source, source_row, min(shared, cached), length if self._masks else cached, used
+        )
+
+    def together(self, arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
+        """Cuts requests into those that are prefilled at once: from rows of one cache, in one chunk of about one length, and in
+        copies of rows that take no more slots than one whole row. A prompt of several chunks is alone.
+
+        They are 1, 4, 16, ... at once, so that few programs are compiled and none is padded.
+        """
+        alike: dict[tuple, list[Arrival]] = {}
+        for arrival in arrivals:
+            alike.setdefault((id(arrival.source), bucket(arrival.stop - arrival.start)), []).append(arrival)
+        for (_, chunk), left in alike.items():
+            most = 1 if chunk > CHUNK else max(self.slots // self._slots_for(left), 1)
+            while left:
+                count = 4 ** ((min(len(left), most).bit_length() - 1) // 2)
+                yield left[:count]
+                left = left[count:]
+
+    def admit(self, arrivals: Sequence[Arrival]) -> None:
+        """Starts requests of `together`."""
+        requests = [arrival.ticket.request for arrival in arrivals]
+        slots = self.slots if len(arrivals) == 1 else self._slots_for(arrivals)
+        prompts = np.zeros((len(arrivals), self._context), np.int32)
+        for prompt, request in zip(prompts, requests, strict=True):
+            prompt[: len(request.prompt)] = request.prompt
+        own = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests], self._slot_cost)
+        rows, sources, start, stop = (
+            np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
+            for name in ("row", "source_row", "start", "stop")
+        )
+        cache = take_rows(arrivals[0].source._state.cache, sources, slots=slots)
+        hidden = None
+        for done in range(0, int(np.max(stop - start)), CHUNK):
+            first, last = start + done, np.minimum(start + done + CHUNK, stop)
+            sizes = dict(chunk=bucket(int(np.max(last - first))), masks=self._masks if np.all(last == stop) else 0)
+            cache, hidden = prefill_behind(self._weights, cache, prompts[:, :slots], first, last, own, **sizes)
+        self._state, self._settings = fill_rows(
             self._weights,
             self._state,
             self._settings,
-            np.int32(row),
+            rows,
             cache,
-            whole,
-            np.array([len(prompt)], np.int32),
+            prompts,
+            np.array([len(r.prompt) for r in requests], np.int32),
             own,
             hidden,
-            holds_back=config.holds_back,
-            drafter=config.drafter,
+            holds_back=self._holds_back,
+            drafter=self._drafter,
         )
-        self._halted[row] = False
-        self.rows[row] = Row(prompt[:cached], ticket, used)
-        ticket.waits = False
+        for arrival, request in zip(arrivals, requests, strict=True):
+            cached = request.prompt[: len(request.prompt) - self._holds_back]
+            self.rows[arrival.row] = Row(cached, arrival.ticket, arrival.used)
+            self._halted[arrival.row] = False
+            arrival.ticket.reused_tokens, arrival.ticket.waits = arrival.start, False
+
+    def _slots_for(self, arrivals: Sequence[Arrival]) -> int:
+        """Cache slots in which their prompts fit, and the masks behind them."""
+        return bucket(max(arrival.stop for arrival in arrivals) + self._masks)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees the row of a request; what its cache holds stays of use."""

@@ -146,7 +146,9 @@ def compare(
             seconds[name].append(call()[0])
     median = {name: statistics.median(times) for name, times in seconds.items()}
 
-    in_prefill: dict[str, int] = {config.decoder: masks_in_prefill(config, work.batch) for config in configs}
+    in_prefill: dict[str, int] = {
+        config.decoder: masks_in_prefill(config, work.batch, model.slot_cost) for config in configs
+    }
 
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)

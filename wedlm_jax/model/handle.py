@@ -17,6 +17,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
+from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import Weights, mesh_of
 
@@ -45,6 +46,12 @@ class Model:
     def weights(self) -> Weights:
         """The transformer as the decoding programs take it."""
         return Weights.of(self.transformer)
+
+    @functools.cached_property
+    def slot_cost(self) -> float:
+        """What a further slot adds to a decode forward, of the cost of one over a single slot: by it window_size="auto" chooses.
+        By platform and size; set it to what you measured."""
+        return slot_cost(self.transformer)
 
     def __call__(
         self,

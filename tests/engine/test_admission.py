@@ -1,0 +1,87 @@
+"""Requests that come together are prefilled together, and neither their output nor what rows hold shows it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from wedlm_jax import generate
+from wedlm_jax.engine import rows as rows_module
+
+from .models import engine, same, talk, talker
+
+SYSTEM = list(range(40, 60))
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """Of each prefill, how many rows it ran and with how many cache slots."""
+    seen: list[tuple[int, int]] = []
+    true_prefill = rows_module.prefill_behind
+
+    def counting(weights, cache, prompt, *arguments, **options):
+        seen.append((len(prompt), cache.k.shape[3]))
+        return true_prefill(weights, cache, prompt, *arguments, **options)
+
+    monkeypatch.setattr(rows_module, "prefill_behind", counting)
+    return seen
+
+
+def are_as_alone(tickets) -> bool:
+    alone = [generate(talker(), [ticket.request.prompt], ticket.request.config)[0] for ticket in tickets]
+    return all(same(ticket.result(), one) for ticket, one in zip(tickets, alone, strict=True))
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "verified", "lookup"])
+def test_requests_that_come_together_are_prefilled_together(loop, prefilled):
+    served = engine(rows=6, context=128)
+    tickets = [served.submit([i, *range(i)], talk(loop, temperature=0.3 * i, seed=i)) for i in range(1, 7)]
+    served.step()
+    assert [rows for rows, _ in prefilled] == [4, 1, 1]
+    assert are_as_alone(tickets)
+    (group,) = served._groups.values()
+    assert [row.tokens[: len(t.request.prompt) - 1] for row, t in zip(group.rows, tickets, strict=True)] == [
+        t.request.prompt[:-1] for t in tickets
+    ]
+
+
+def test_what_is_prefilled_together_has_about_one_length_and_takes_no_more_memory_than_a_row(prefilled):
+    served, config = engine(rows=8, context=128), talk("streaming_eager", max_new_tokens=9)
+    lengths = [3, 90, 5, 40, 7, 100, 9, 60]
+    tickets = [served.submit([i] * length, config) for i, length in enumerate(lengths)]
+    served.step()
+    (group,) = served._groups.values()
+    assert sorted(rows for rows, _ in prefilled) == [1, 1, 1, 1, 4]
+    assert all(rows * slots <= group.slots for rows, slots in prefilled)
+    assert are_as_alone(tickets)
+
+
+def test_a_shared_beginning_is_worth_waiting_for(prefilled):
+    """Of five prompts with one beginning the first is prefilled, and the rest of the others together."""
+    served, config = engine(rows=5, context=128), talk("verified", max_new_tokens=9)
+    tickets = [served.submit([*SYSTEM, i], config) for i in range(5)]
+    served.step()
+    assert [rows for rows, _ in prefilled] == [1, 4]
+    assert [ticket.reused_tokens for ticket in tickets] == [0] + [len(SYSTEM)] * 4
+    assert are_as_alone(tickets)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3), 2)), ids=str)
+def test_a_row_is_not_overwritten_while_others_are_to_be_started_from_it(order):
+    """Two of a stranger and two follow-ups, for the two rows that hold what is followed. Log-probabilities would tell."""
+    served, config = engine(rows=2, context=128), talk("verified", max_new_tokens=9)
+    answers = [served.submit(prompt, config).result().ids for prompt in (SYSTEM, [7, *SYSTEM])]
+    prompts = [[9] * 18, [*SYSTEM, *answers[0], 8], [7, *SYSTEM, *answers[1], 6]]
+    assert are_as_alone([served.submit(prompts[i], config) for i in order])
+
+
+def test_a_row_that_another_is_started_from_is_not_given_away_before():
+    """The last stranger gets the row whose beginning the second request takes, and would start with the first one, before it."""
+    served, config = engine(rows=3, context=128), talk("verified", max_new_tokens=9)
+    for held in ([1], [2], [*SYSTEM, *SYSTEM, *SYSTEM]):
+        served.submit(held, config).result()
+    branch = [*SYSTEM, *range(100, 140)]
+    tickets = [served.submit(prompt, config) for prompt in ([9] * 18, branch, [8] * 18)]
+    assert are_as_alone(tickets)
+    assert [ticket.reused_tokens for ticket in tickets] == [0, len(SYSTEM), 0]
