@@ -11,5 +11,10 @@ done
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+# Workers, and the commands that tests run, find here what others have compiled.
+JAX_COMPILATION_CACHE_DIR=$(mktemp -d)
+export JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
+trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
+
 # -rs lists what was skipped, and why: the comparison with PyTorch runs only where requirements-torch.txt is installed.
 python -m pytest -rs --numprocesses 2 --dist worksteal ${arguments[@]+"${arguments[@]}"}

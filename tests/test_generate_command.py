@@ -2,6 +2,9 @@
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -213,3 +216,21 @@ def test_a_model_without_tokenizer_takes_ids_and_writes_no_text(directory, tmp_p
 def test_version(call, capsys):
     call("--version")
     assert capsys.readouterr().out.startswith("wedlm_jax ")
+
+
+def test_what_one_process_has_compiled_the_next_one_finds(directory, tmp_path):
+    """In JAX's persistent cache: a program that was not found there would be compiled, and stored beside the others."""
+    environment = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    flags = ["--model", directory, "--decoder", "verified", "--max-new-tokens", "8", "--prompt", "Q: Count"]
+
+    def stored() -> set[str]:
+        subprocess.run([sys.executable, "-m", "wedlm_jax.generate", *flags], env=environment, check=True)
+        return {file.name for file in tmp_path.iterdir()}
+
+    first = stored()
+    assert any("jit_start" in name for name in first) and any("jit_run" in name for name in first)
+    assert stored() == first

@@ -107,12 +107,11 @@ def test_without_masks_the_program_is_that_of_the_base():
     config, own = adapted(ON_MASKS)
     base, _ = split_adapter(own)
 
-    def program(config, params):
+    def instructions(config, params):
         run = lambda params: transformer_from(config, params)(jnp.asarray(TOKENS), positions=jnp.asarray(TOKENS))  # noqa: E731
-        return jax.jit(run).lower(params).compile().as_text()
+        return sum(" = " in line for line in jax.jit(run).lower(params).compile().as_text().splitlines())
 
-    without = program(dataclasses.replace(config, adapter=None), base)
-    assert len(program(config, own).splitlines()) == len(without.splitlines())
+    assert instructions(config, own) == instructions(dataclasses.replace(config, adapter=None), base) > 50
 
 
 def merged(config, own):

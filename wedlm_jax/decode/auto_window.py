@@ -1,8 +1,9 @@
-"""window_size="auto" of verified decoding: a window for every row and step, from {4, 8, 16, 32}, by acceptance and batch fill.
+"""window_size="auto" of verified decoding: a window for every row and step, from {4, 8, 16, 32}, by acceptance, batch fill and
+the cost of a slot.
 
 A wide window drafts further ahead, and costs a slot of every forward for each draft and mask. So it halves where none of a step's
-drafts was right, and doubles where half of the window was accepted at once; but never to one that makes the forward of all
-rows that run too dear. The tokens are those of AR at any window: only counters can change.
+drafts was right, and doubles where half of the window was accepted at once; but not beyond the one that gains most by the clock
+for as many rows as run. The tokens are those of AR at any window: only counters can change.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
 from wedlm_jax.decode.state import DecodeState
 
-FED = 1.75  # slots that a window of W feeds, of W: its masks, and the drafts before them
-DEAREST = 2.0  # a forward over windows, of one of AR for the same rows
+# With each of AUTO_WINDOWS, what a row accepts in a forward and the slots that it feeds: of the quickstart's model, geometric
+# means of word problems and counting (benchmarks/RESULTS.md, "Windows of verified decoding"). That model was trained in blocks
+# of 16 and accepts no more with 32; for those of longer blocks a tenth more is assumed.
+ACCEPTED = (3.6, 5.9, 7.5, 8.2)
+FED = (7.8, 14.8, 25.7, 42.8)
 
 
 def rung_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
@@ -23,11 +27,10 @@ def rung_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
 
 
 def widest_rung(rows: jax.Array | int, slot_cost: jax.Array | float) -> jax.Array:
-    """int32 [...]: the place in AUTO_WINDOWS of the widest window that is worth its slots [...] where so many rows run: the
-    first, or one with which a forward costs at most DEAREST of what AR's costs."""
-    a_row = jnp.asarray(slot_cost)[..., None] * rows
-    worth = 1 + a_row * FED * jnp.array(AUTO_WINDOWS) <= DEAREST * (1 + a_row)
-    return jnp.maximum(jnp.sum(worth, axis=-1) - 1, 0)
+    """int32 [...]: the place in AUTO_WINDOWS of the window that accepts most for the cost of its forward, where so many rows run
+    and a further slot adds `slot_cost` [...] to it."""
+    forward = 1 + jnp.asarray(slot_cost)[..., None] * rows * jnp.array(FED)
+    return jnp.argmax(jnp.array(ACCEPTED) / forward, axis=-1).astype(jnp.int32)
 
 
 def window_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
