@@ -3,8 +3,10 @@
 import re
 import sys
 
-from benchmarks import decode_forward
+from benchmarks import admission, decode_forward
 from benchmarks.quickstart_seeds import line_of, mean
+from tests.evals.models import tiny_model
+from wedlm_jax.pretrained import save
 
 
 def test_a_mean_has_students_interval_cut_at_0_and_at_most():
@@ -38,3 +40,13 @@ def test_decode_forward_prints_what_an_adapter_adds_to_each_window(monkeypatch, 
     assert [row[0] for row in rows] == ["1", "2"]
     assert all(float(cell) > 0 for row in rows for cell in row)
     assert [len(row) for row in rows] == [5, 5]
+
+
+def test_admission_starts_the_same_requests_both_ways(tmp_path, monkeypatch, capsys):
+    save(tiny_model(), tmp_path / "tiny")
+    flags = f"--model {tmp_path / 'tiny'} --prompts 4 9 --requests 5 --context 64 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["admission", *flags.split()])
+    admission.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == ["4", "9"]
+    assert all(float(cell) > 0 for row in rows for cell in row)
