@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,16 @@ def test_a_loss_that_is_not_finite_leaves_parameters_and_optimizer_alone_and_is_
     mended = dataclasses.replace(after, params=state.params)
     _, metrics = run(wedlm_step, packed_batch(), state=mended, updates=1)
     assert (metrics["skipped"], metrics["skipped_in_row"]) == (2, 0)
+
+
+@pytest.mark.parametrize("step", [wedlm_step, ar_step])
+def test_moments_are_overwritten_where_they_lie(step):
+    """A copy of each would take as much memory again."""
+    compiled = compile_step(step, SETTINGS, one_device_mesh()).lower(fresh_state(), packed_batch()).compile()
+    moment = r"%\S*opt_state\S*_[mn]u_\S*"
+    text = compiled.as_text()
+    assert len(set(re.findall(moment, text))) >= 2 * len(fresh_state().params)
+    assert not re.findall(rf" copy\({moment}\)", text)
 
 
 def test_tokens_and_padding_are_counted():
