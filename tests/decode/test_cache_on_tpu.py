@@ -1,5 +1,6 @@
 """Decoding compiled for a TPU that is not there: prefill and loop write the cache where it lies."""
 
+import functools
 import importlib.util
 
 import jax
@@ -8,7 +9,10 @@ import pytest
 
 from wedlm_jax import ahead_of_time
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
+from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.engine import programs
+from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, transformer_from
@@ -27,6 +31,16 @@ MODEL = ModelConfig(
 ROWS, PROMPT, NEW = 8, 1024, 1024
 
 
+def on_chip(tree, mesh):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
+
+
+def assert_no_copy_of_cache(text, cache):
+    shape = f"bf16[{','.join(map(str, cache.k.shape))}]"
+    assert shape in text
+    assert [line for line in text.splitlines() if shape in line and " copy(" in line] == []
+
+
 @pytest.mark.parametrize("decoder", ["ar", "verified"])
 def test_no_cache_is_copied(decoder, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
@@ -42,19 +56,42 @@ def test_no_cache_is_copied(decoder, monkeypatch):
         with on_mesh(mesh):
             return run(Program.of(config), *arguments)
 
-    def on_chip(tree):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
-
-    settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR))
-    weights = on_chip(Weights.of(transformer_from(MODEL, init_params(MODEL, 0))))
-    prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)))
-    state = on_chip(jax.eval_shape(prefilled, weights, *prompts, settings))
-    programs = (
+    settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR), mesh)
+    weights = on_chip(Weights.of(transformer_from(MODEL, init_params(MODEL, 0))), mesh)
+    prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)), mesh)
+    state = on_chip(jax.eval_shape(prefilled, weights, *prompts, settings), mesh)
+    lowered = (
         jax.jit(prefilled).lower(weights, *prompts, settings),
         jax.jit(decoded, donate_argnums=1).lower(weights, state, settings),
     )
-    shape = f"bf16[{','.join(map(str, state.cache.k.shape))}]"
-    for program in programs:
-        text = program.compile().as_text()
-        assert shape in text
-        assert [line for line in text.splitlines() if shape in line and " copy(" in line] == []
+    for program in lowered:
+        assert_no_copy_of_cache(program.compile().as_text(), state.cache)
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatch):
+    monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
+    mesh = make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1"))
+    config = DecodeConfig("verified", mask_token_id=511, stop_ids=(0,))
+    context, slots = PROMPT + NEW, 256
+    opened = functools.partial(
+        programs.open_rows, rows=ROWS, context=context, slots=config.slots,
+        cache_slots=cache_slots(context, config.slots), holds_back=True,
+    )  # fmt: skip
+
+    def filled(weights, state, settings, rows, prompt, length, own, hidden):
+        with on_mesh(mesh):
+            cache = programs.take_rows(state.cache, rows, slots=slots)
+            arguments = (weights, state, settings, rows, cache, prompt, length, own, hidden)
+            return programs.fill_rows(*arguments, holds_back=True, drafter="verified")
+
+    weights = Weights.of(transformer_from(MODEL, init_params(MODEL, 0)))
+    settings, own = (
+        RowSettings.from_configs([config] * rows, range(rows), ON_ACCELERATOR) for rows in (ROWS, together)
+    )
+    rows, prompt = jnp.zeros(together, jnp.int32), jnp.zeros((together, context), jnp.int32)
+    hidden = jnp.zeros((together, riding_masks("verified", config.slots), MODEL.hidden_size), MODEL.dtype)
+    state = jax.eval_shape(opened, weights)
+    arguments = on_chip((weights, state, settings, rows, prompt, rows, own, hidden), mesh)
+    text = jax.jit(filled, donate_argnums=(1, 2)).lower(*arguments).compile().as_text()
+    assert_no_copy_of_cache(text, state.cache)

@@ -52,7 +52,7 @@ def take_rows(cache: Cache, rows: jax.Array, *, slots: int) -> Cache:
     """A copy of some rows (int [R]) of a cache, cut or padded to `slots`."""
 
     def take(x: jax.Array) -> jax.Array:
-        kept = jnp.take(x[:, :, :, :slots], rows, axis=1)
+        kept = jnp.take(x[:, :, :, :slots], rows, axis=1, mode="clip")
         return jnp.pad(kept, ((0, 0), (0, 0), (0, 0), (0, slots - kept.shape[3]), (0, 0)))
 
     return jax.tree.map(take, cache)
