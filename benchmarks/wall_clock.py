@@ -197,15 +197,15 @@ def against_ar(
 
 
 def decode(model: Model, recorded: Sequence[Steps], config: DecodeConfig, *, replays: bool = False) -> float:
-    """Seconds without prefill, of all completions one after the other, as one decodes that has nothing else to do."""
+    """Seconds of all completions, one after the other, prefill not in it. AR and replays end by their number of tokens."""
     seconds = 0.0
     for steps in recorded:
-        generated = sum(steps.emitted)
+        generated, own = sum(steps.emitted), config
         if config.decoder == "ar":
-            config = dataclasses.replace(config, stop_ids=(), max_new_tokens=generated)
+            own = dataclasses.replace(config, stop_ids=(), max_new_tokens=generated)
         elif replays:
-            config = dataclasses.replace(config, stop_ids=())
-        batch = Batch(model, [make_request(model, steps.prompt, config, row=0, name="prompt")])
+            own = dataclasses.replace(config, stop_ids=())
+        batch = Batch(model, [make_request(model, steps.prompt, own, row=0, name="prompt")])
         jax.block_until_ready(batch.state)
         start = time.perf_counter()
         state = jax.block_until_ready(replay(batch, steps) if replays else batch.run())

@@ -49,7 +49,7 @@ def batch_of(rows: int, slot_cost: float, **fields) -> Batch:
     return Batch(model, [make_request(model, [1], config, row=row, name="prompt") for row in range(rows)])
 
 
-@pytest.mark.parametrize(("running", "widest"), [(1, 32), (2, 32), (4, 16), (16, 16), (32, 8), (64, 8)])
+@pytest.mark.parametrize(("running", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (64, 8)])
 def test_the_more_rows_run_the_narrower_is_the_window(running, widest):
     rows = 64
     batch = batch_of(rows, ON_ACCELERATOR)
