@@ -52,6 +52,7 @@ def programs() -> tuple[int, int]:
 @pytest.mark.parametrize("name", LOOPS)
 def test_changing_settings_prompts_or_weights_compiles_nothing(name):
     generate(tiny_model(), PROMPTS, config_of(name))
+    generate(tiny_model(), PROMPTS, config_of(name, temperature=0.5))  # whether anything is drawn is compiled in
     before = programs()
     for change in CHANGES:
         generate(tiny_model(), PROMPTS, config_of(name, **change))
@@ -68,6 +69,18 @@ def test_another_shape_is_another_program():
     assert [now - then for now, then in zip(programs(), before, strict=True)] == [3, 3]
 
 
+def test_greedy_rows_alone_make_a_program_without_draws_and_draw_nothing_beside_others():
+    greedy, drawn = config_of("verified"), config_of("verified", temperature=2.0, seed=1)
+    texts = [
+        decode_loop.run.lower(*arguments("verified", temperature=temperature)).as_text() for temperature in (0.0, 0.5)
+    ]
+    assert ["threefry" in text for text in texts] == [False, True]
+    alone = generate(tiny_model(), PROMPTS, greedy)
+    mixed = generate(tiny_model(), PROMPTS * 2, [greedy] * 3 + [drawn] * 3)
+    assert mixed[:3] == alone
+    assert mixed[3:] != alone
+
+
 def test_a_second_call_compiles_nothing_at_all(caplog):
     """Not even one of the small programs around the loop."""
     config = config_of("streaming_eager", temperature=0.5)
@@ -80,8 +93,9 @@ def test_a_second_call_compiles_nothing_at_all(caplog):
 
 
 @functools.cache
-def arguments(name: str, window_size: int = 4) -> tuple:
-    config = dataclasses.replace(config_of(name, temperature=0.5, window_size=window_size), mask_token_id=MASK)
+def arguments(name: str, window_size: int = 4, temperature: float = 0.5) -> tuple:
+    chosen = dict(temperature=temperature, window_size=window_size)
+    config = dataclasses.replace(config_of(name, **chosen), mask_token_id=MASK)
     weights = tiny_model().weights
     prompt, lengths = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32)
     settings = RowSettings.from_configs([config] * 3, range(3), tiny_model().slot_cost)
@@ -133,6 +147,17 @@ def test_a_step_writes_the_cache_in_place_at_every_width():
     shape = positional[2].cache.k.shape
     assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
     assert copies_of(shape, text) == []
+
+
+def test_what_a_width_needs_is_computed_only_where_that_width_is_chosen():
+    """XLA would lift it out of the loops that stand for the choice, and compute it for all widths in every step."""
+    text = decode_loop.run.lower(*arguments("verified", window_size=8)).compile().as_text()
+    [step] = [
+        part for part in text.split("\n\n") if re.search(r' while\(.*op_name="jit\(run\)/while/body/while"', part)
+    ]
+    computed = [line for line in step.splitlines() if " fusion(" in line]
+    assert len(computed) > 10
+    assert [line for line in computed if "while/body/while/body" in line] == []
 
 
 def test_a_copied_cache_would_be_seen():

@@ -33,9 +33,23 @@ def widest_rung(rows: jax.Array | int, slot_cost: jax.Array | float) -> jax.Arra
     return jnp.argmax(jnp.array(ACCEPTED) / forward, axis=-1).astype(jnp.int32)
 
 
+def may_adapt(slots: int) -> bool:
+    """Whether a loop over so many window slots may hold rows with window_size="auto": those of a narrower one are fixed."""
+    return slots == 2 * AUTO_WINDOWS[-1]
+
+
 def window_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
     """int32 [B]: W of every row in this step."""
+    if not may_adapt(state.window.shape[1]):
+        return settings.window_size
     return jnp.where(settings.adapts, jnp.array(AUTO_WINDOWS)[rung_in_play(state, settings)], settings.window_size)
+
+
+def rung_after(state: DecodeState, settings: RowSettings, lead: jax.Array, accepted: jax.Array) -> jax.Array:
+    """int32 [B]: the next step's `DecodeState.rung`; `next_rung` of what was in play."""
+    if not may_adapt(state.window.shape[1]):
+        return state.rung
+    return next_rung(rung_in_play(state, settings), lead, accepted)
 
 
 def next_rung(rung: jax.Array, lead: jax.Array, accepted: jax.Array) -> jax.Array:

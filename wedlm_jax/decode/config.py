@@ -28,8 +28,8 @@ STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Settings of one completion. Only `decoder`, `refill`, `verify` and the size buckets are compiled in; the rest is
-    traced."""
+    """Settings of one completion. Only `decoder`, `refill`, `verify`, the size buckets and whether anything is drawn at all
+    are compiled in; the rest is traced."""
 
     decoder: Decoder = "streaming"
     window_size: int | Literal["auto"] = DEFAULT_WINDOW
@@ -212,6 +212,8 @@ class RowSettings:
     mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
     ban_mask: jax.Array  # bool [B]
     key: jax.Array  # PRNG keys [B]
+    # Whether any row has a temperature above 0. Compiled in: half of what XLA has to do for a decode loop is for draws.
+    draws: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float) -> RowSettings:
@@ -241,7 +243,8 @@ class RowSettings:
             ban_mask=column("ban_mask", "bool"),
         )
         # One transfer and one program for all of them: dispatching each by itself is most of what a call costs the host.
-        return cls(**jax.device_put(columns), key=_noise_keys(column("seed", "int32"), np.array(rows, "int32")))
+        key = _noise_keys(column("seed", "int32"), np.array(rows, "int32"))
+        return cls(**jax.device_put(columns), key=key, draws=any(c.temperature > 0 for c in configs))
 
 
 @jax.jit

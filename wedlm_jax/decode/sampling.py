@@ -29,20 +29,19 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     banned = settings.ban_mask[:, None] & (vocabulary[None, :] == settings.mask_token_id[:, None])
     logits = jnp.where(banned[:, None, :], -jnp.inf, logits)
     greedy = likeliest(logits)
+    if not settings.draws:
+        return greedy
 
-    def draw() -> jax.Array:
-        def noise(key: jax.Array, row_positions: jax.Array) -> jax.Array:
-            keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(row_positions)
-            return jax.vmap(lambda k: jax.random.gumbel(k, vocabulary.shape))(keys)
+    def noise(key: jax.Array, row_positions: jax.Array) -> jax.Array:
+        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(row_positions)
+        return jax.vmap(lambda k: jax.random.gumbel(k, vocabulary.shape))(keys)
 
-        temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
-        # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
-        relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-        filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
-        drawn = likeliest(filtered + jax.vmap(noise)(settings.key, positions))
-        return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
-
-    return jax.lax.cond(jnp.any(settings.temperature > 0), draw, lambda: greedy)
+    temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
+    # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
+    relative = logits - jnp.max(logits, axis=-1, keepdims=True)
+    filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
+    drawn = likeliest(filtered + jax.vmap(noise)(settings.key, positions))
+    return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
 
 
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from wedlm_jax.decode.auto_window import next_rung, rung_in_play, window_in_play
+from wedlm_jax.decode.auto_window import may_adapt, rung_after, window_in_play
 from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
 from wedlm_jax.decode.selection import select_drafts
@@ -62,11 +62,11 @@ def verified_step(
         state,
         window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
         filled=pending | (state.filled & behind) | filling,
-        rung=next_rung(rung_in_play(before, settings), lead, accepted),
+        rung=rung_after(before, settings, lead, accepted),
     )
     return advance(state, kept), record
 
 
 def widths(slots: int, a_slot: float) -> tuple[int, ...]:
     """Of the forwards over so many window slots: as many as automatic windows come to may also hold the narrowest of them."""
-    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if slots == 2 * AUTO_WINDOWS[-1] else None)
+    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if may_adapt(slots) else None)

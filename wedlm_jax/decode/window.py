@@ -99,12 +99,18 @@ def window_forward(
     masked = jnp.take_along_axis(~state.filled, order, axis=1) if feeds_masks else None
 
     def forward(
-        width: int, tokens: jax.Array, order: jax.Array, cache: Cache, reading: Reading
+        width: int,
+        tokens: jax.Array,
+        order: jax.Array,
+        length: jax.Array,
+        masked: jax.Array | None,
+        cache: Cache,
+        reading: Reading,
     ) -> tuple[Cache, Reading]:
         hidden, cache = transformer.hidden(
             tokens[:, :width],
-            positions=state.length[:, None] + order[:, :width],
-            pattern=CachedWindow(state.length),
+            positions=length[:, None] + order[:, :width],
+            pattern=CachedWindow(length),
             masked=None if masked is None else masked[:, :width],
             cache=cache,
         )
@@ -123,7 +129,8 @@ def window_forward(
     widest = jnp.max(jnp.where(state.running, fed, 0))
     branches = [functools.partial(forward, width) for width in widths]
     chosen = sum((widest > width).astype(jnp.int32) for width in widths[:-1])
-    cache, reading = _switch_in_place(chosen, branches, (tokens, order), (state.cache, Reading.zeros(B, C)))
+    inputs = tokens, order, state.length, masked
+    cache, reading = _switch_in_place(chosen, branches, inputs, (state.cache, Reading.zeros(B, C)))
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -159,7 +166,7 @@ def recorded(
 def _switch_in_place(
     chosen: jax.Array | int,
     branches: Sequence[Callable[..., tuple[Cache, Reading]]],
-    inputs: tuple[jax.Array, ...],
+    inputs: tuple[jax.Array | None, ...],
     carry: tuple[Cache, Reading],
 ) -> tuple[Cache, Reading]:
     """The chosen one of `branches`, called with inputs and carry, as loops of one trip or none: XLA updates the carry of a loop

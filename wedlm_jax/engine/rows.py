@@ -73,6 +73,10 @@ class RowGroup:
         return any(row.ticket is not None for row in self.rows)
 
     @property
+    def draws(self) -> bool:
+        return any(row.ticket is not None and row.ticket.request.config.temperature > 0 for row in self.rows)
+
+    @property
     def used(self) -> int:
         return max(row.used for row in self.rows)
 
@@ -124,11 +128,14 @@ class RowGroup:
         for done in range(0, int(np.max(stop - start)), CHUNK):
             first, last = start + done, np.minimum(start + done + CHUNK, stop)
             sizes = dict(chunk=bucket(int(np.max(last - first))), masks=self._masks if np.all(last == stop) else 0)
-            cache, hidden = prefill_behind(self._weights, cache, prompts[:, :slots], first, last, own, **sizes)
+            # Prefill draws nothing: one program for all.
+            cache, hidden = prefill_behind(
+                self._weights, cache, prompts[:, :slots], first, last, dataclasses.replace(own, draws=False), **sizes
+            )
         self._state, self._settings = fill_rows(
             self._weights,
             self._state,
-            self._settings,
+            dataclasses.replace(self._settings, draws=own.draws),
             rows,
             cache,
             prompts,
@@ -158,8 +165,9 @@ class RowGroup:
         """Starts a run of at most `steps` steps and does not wait for it."""
         # A copy, because the arrays of the host are changed while the device may still read them.
         halted = self._halted.copy()
+        settings = dataclasses.replace(self._settings, draws=self.draws)
         self._state, self._progress = run_steps(
-            self._program, self._weights, self._state, self._settings, halted, steps=steps
+            self._program, self._weights, self._state, settings, halted, steps=steps
         )
 
     def collect(self) -> None:
