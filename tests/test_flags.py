@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib
+import os
+import subprocess
 import sys
 
 import pytest
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 
 
@@ -73,3 +75,21 @@ def test_every_command_tells_a_bad_flag_in_one_line(command, needed, monkeypatch
     shown = capsys.readouterr().err
     assert exit.value.code == 2
     assert shown.startswith("error: Unrecognized options: --no-such-flag") and shown.count("\n") == 1
+
+
+def test_a_command_whose_reader_has_left_says_nothing():
+    """As in `python -m wedlm_jax.train --list | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "wedlm_jax.train", "--list"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_another_broken_pipe_is_not_hidden():
+    @entry
+    def main() -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        main()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import select
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +32,8 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command: a `UserError`, or a file that the system refuses, becomes `error: ...` on stderr and exit status 2,
-    without a traceback. `--version` is answered here, for every command."""
+    without a traceback. One whose reader has left (`| head`) ends there with exit status 1, silently. `--version` is answered
+    here, for every command."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -38,15 +41,30 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             print(f"wedlm_jax {__version__}")
             return
         try:
-            main()
+            try:
+                main()
+            finally:
+                sys.stdout.flush()
         except UserError as error:
             _exit(str(error))
         except OSError as error:
+            if isinstance(error, BrokenPipeError) and _reader_has_left():
+                sys.exit(1)
             if error.filename is None:
                 raise
             _exit(f"{error.filename}: {(error.strerror or str(error)).lower()}")
 
     return run
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads stdout any more. What was left to write then goes nowhere, or Python would complain of it at exit."""
+    stdout = select.poll()
+    stdout.register(sys.stdout.fileno(), 0)
+    if not stdout.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _exit(message: str) -> None:
