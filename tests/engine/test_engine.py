@@ -236,6 +236,19 @@ def test_a_second_wave_of_requests_compiles_nothing():
     assert compiled() == before
 
 
+def test_greedy_requests_run_the_loop_without_draws_while_nothing_beside_them_is_drawn():
+    served = engine(steps=11)  # as no other test has it
+
+    def loops_compiled_for(*temperatures: float) -> int:
+        before = programs.run_steps._cache_size()
+        for temperature in temperatures:
+            served.submit([1, 2, 3], talk("ar", temperature=temperature, max_new_tokens=7))
+        served.run()
+        return programs.run_steps._cache_size() - before
+
+    assert [loops_compiled_for(*wave) for wave in [(0.0,), (0.0, 0.9), (0.9,), (0.0, 0.0)]] == [1, 1, 0, 0]
+
+
 def test_rows_are_served_on_several_devices_as_on_one():
     """Rows are cut over the data axis, heads and vocabulary over the tensor axis."""
     whole, config = tiny_model(0, EVEN), config_of("verified", temperature=0.7)
