@@ -65,6 +65,31 @@ def test_key_ranges_are_dense_masked_attention_with_gradients_of_output_and_lse(
             np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=3e-5)
 
 
+@pytest.mark.parametrize("queries", [1, 2, 3, 5])
+def test_few_queries_are_dense_masked_attention_in_wider_tiles(monkeypatch, queries):
+    """As a decoding window has: in tiles of 8, 8, 4 and 2 keys here."""
+    monkeypatch.setattr(ranges, "QUERY_TILE", 8)
+    monkeypatch.setattr(ranges, "KEY_TILE", 2)
+    monkeypatch.setattr(ranges, "DENSE_SCORES", 0)
+    q, k, v, d_out, start, end = random_case(0)
+    q, d_out, start, end = (x[:, :queries] for x in (q, d_out, start, np.maximum(end, start + 1)))
+    (out, lse), gradients = quick_jit(vjp_of)(q, k, v, start, end, d_out, jnp.ones(q.shape[:3]))
+    for ours, expected in zip((out, lse), attention(q, k, v, mask_of(start, end)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=5e-6)
+    expected = attention_gradients(q, k, v, mask_of(start, end), d_out, jnp.ones(q.shape[:3]))
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5)
+
+
+def test_a_window_over_a_long_context_computes_no_score_of_padding():
+    H, K, G, window, context = 8, 2, 3, 16, 8192
+    q, keys = jnp.ones((1, window, K * G, H)), jnp.ones((1, context, K, H))
+    start, end = jnp.zeros((1, window), int), jnp.full((1, window), context)
+    text = jax.jit(attend_ranges).lower(q, keys, keys, start, end).as_text()
+    assert f"tensor<{K}x{window * G}x{ranges.KEY_TILE * ranges.WIDER_KEY_TILES}xf32>" in text
+    assert f"x{ranges.QUERY_TILE * G}x" not in text
+
+
 def test_a_query_that_sees_nothing_gives_no_gradient(value_and_gradients):
     q, k, v, d_out, start, _ = random_case(0)
     (out, lse), gradients = value_and_gradients(q, k, v, start, start, d_out, jnp.ones((B, T, N)))

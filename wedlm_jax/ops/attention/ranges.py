@@ -22,6 +22,7 @@ from wedlm_jax.program_costs import kernel_runs
 
 QUERY_TILE = 256
 KEY_TILE = 256
+WIDER_KEY_TILES = 4  # so many times as wide at most, where the queries are few
 
 # So few scores a head are held at once: there the loops cost more than the scores that nobody sees.
 DENSE_SCORES = 2**16
@@ -69,10 +70,11 @@ def _attend_row(
 def _forward(q_TNH, k_SKH, v_SKH, start_T, end_T):
     T, N, _ = q_TNH.shape
     K = k_SKH.shape[1]
-    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), KEY_TILE, axis=1) for x in (k_SKH, v_SKH))
+    _, width = _tile_sizes(T)
+    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), width, axis=1) for x in (k_SKH, v_SKH))
 
     def query_tile(queries: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _attend_tile(*queries, k_KSH, v_KSH)
+        return _attend_tile(*queries, k_KSH, v_KSH, width)
 
     out, lse = jax.lax.map(query_tile, (_query_tiles(q_TNH, K), *_range_tiles(start_T, end_T, N // K)))
     out_TNH = checkpoint_name(_from_query_tiles(out, T).astype(q_TNH.dtype), RESIDUALS)
@@ -81,13 +83,14 @@ def _forward(q_TNH, k_SKH, v_SKH, start_T, end_T):
 
 
 def _attend_tile(
-    q_KRH: jax.Array, start_R: jax.Array, end_R: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array
+    q_KRH: jax.Array, start_R: jax.Array, end_R: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """R scaled queries of each kv head over the tiles of keys that any of them sees: out [K, R, H], lse [K, R], float32."""
+    """R scaled queries of each kv head over the tiles of `width` keys that any of them sees: out [K, R, H], lse [K, R],
+    float32."""
 
     def add(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         out_KRH, peak_KR, total_KR = carry
-        k_KCH, v_KCH = _slice(k_KSH, tile), _slice(v_KSH, tile)
+        k_KCH, v_KCH = (_slice(x, tile, width) for x in (k_KSH, v_KSH))
         scores_KRC = _scores(q_KRH, k_KCH, start_R, end_R, tile)
         new_peak_KR = jnp.maximum(peak_KR, jnp.max(scores_KRC, axis=-1))
         weights_KRC = jnp.exp(scores_KRC - new_peak_KR[..., None])
@@ -98,7 +101,7 @@ def _attend_tile(
 
     K, R, _ = q_KRH.shape
     nothing = jnp.zeros(q_KRH.shape, jnp.float32), jnp.full((K, R), MASKED_SCORE), jnp.zeros((K, R))
-    out_KRH, peak_KR, total_KR = _over_tiles_seen(start_R, end_R, k_KSH, add, nothing)
+    out_KRH, peak_KR, total_KR = _over_tiles_seen(start_R, end_R, k_KSH, width, add, nothing)
     total_KR = jnp.where(total_KR > 0, total_KR, 1.0)  # no tile was visited: every range of these is empty
     return out_KRH / total_KR[..., None], peak_KR + jnp.log(total_KR)
 
@@ -112,7 +115,8 @@ def _backward(residuals, cotangents):
     d_out_TNH, d_lse_TN = cotangents
     T, N, H = q_TNH.shape
     S, K = k_SKH.shape[:2]
-    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), KEY_TILE, axis=1) for x in (k_SKH, v_SKH))
+    _, width = _tile_sizes(T)
+    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), width, axis=1) for x in (k_SKH, v_SKH))
     k_KHS = k_KSH.swapaxes(1, 2)
     delta_TN = jnp.vecdot(d_out_TNH, out_TNH, precision="highest", preferred_element_type=jnp.float32) - d_lse_TN
 
@@ -123,8 +127,8 @@ def _backward(residuals, cotangents):
         # are the slow ones (benchmarks/layouts.py).
         def add(tile, carry):
             d_q_KHR, d_k_KSH, d_v_KSH = carry
-            k_KCH, v_KCH = _slice(k_KSH, tile), _slice(v_KSH, tile)
-            keys_C1 = (tile * KEY_TILE + jnp.arange(KEY_TILE))[:, None]
+            k_KCH, v_KCH = (_slice(x, tile, width) for x in (k_KSH, v_KSH))
+            keys_C1 = (tile * width + jnp.arange(width))[:, None]
             weights_KCR = jnp.where(
                 (start_R <= keys_C1) & (keys_C1 < end_R),
                 jnp.exp(_dot("KCH,KRH->KCR", k_KCH, q_KRH) - lse_KR[:, None]),
@@ -134,11 +138,11 @@ def _backward(residuals, cotangents):
             d_scores_KCR = (weights_KCR * (d_weights_KCR - delta_KR[:, None])).astype(q_KRH.dtype)
             d_v_KCH = _dot("KCR,KRH->KCH", weights_KCR.astype(q_KRH.dtype), d_out_KRH)
             d_k_KCH = _dot("KCR,KRH->KCH", d_scores_KCR, q_KRH)
-            d_q_KHR = d_q_KHR + _dot("KHC,KCR->KHR", _slice(k_KHS, tile, axis=2), d_scores_KCR)
+            d_q_KHR = d_q_KHR + _dot("KHC,KCR->KHR", _slice(k_KHS, tile, width, axis=2), d_scores_KCR)
             return d_q_KHR, _add_slice(d_k_KSH, tile, d_k_KCH), _add_slice(d_v_KSH, tile, d_v_KCH)
 
         start = (jnp.zeros(q_KRH.swapaxes(1, 2).shape, jnp.float32), *d_keys_and_values)
-        d_q_KHR, *d_keys_and_values = _over_tiles_seen(start_R, end_R, k_KSH, add, start)
+        d_q_KHR, *d_keys_and_values = _over_tiles_seen(start_R, end_R, k_KSH, width, add, start)
         return tuple(d_keys_and_values), d_q_KHR.swapaxes(1, 2)
 
     zeros = jnp.zeros(k_KSH.shape, jnp.float32), jnp.zeros(v_KSH.shape, jnp.float32)
@@ -165,19 +169,32 @@ _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _scores(q_KRH: jax.Array, k_KCH: jax.Array, start_R: jax.Array, end_R: jax.Array, tile: jax.Array) -> jax.Array:
-    keys_C = tile * KEY_TILE + jnp.arange(KEY_TILE)
+    C = k_KCH.shape[1]
+    keys_C = tile * C + jnp.arange(C)
     visible_RC = (start_R[:, None] <= keys_C) & (keys_C < end_R[:, None])
     return jnp.where(visible_RC, _dot("KRH,KCH->KRC", q_KRH, k_KCH), MASKED_SCORE)
 
 
+def _tile_sizes(T: int) -> tuple[int, int]:
+    """Queries and keys of a tile. A decoding window has few queries, of which hardly any should be padding; its tiles are wider
+    instead."""
+    queries = min(QUERY_TILE, 1 << (T - 1).bit_length())
+    return queries, KEY_TILE * min(QUERY_TILE // queries, WIDER_KEY_TILES)
+
+
 def _over_tiles_seen(
-    start_R: jax.Array, end_R: jax.Array, k_KSH: jax.Array, add: Callable[[jax.Array, Any], Any], carry: Any
+    start_R: jax.Array,
+    end_R: jax.Array,
+    k_KSH: jax.Array,
+    width: int,
+    add: Callable[[jax.Array, Any], Any],
+    carry: Any,
 ) -> Any:
-    """`add(tile, carry)` from the first tile of keys that any of the ranges touches to the last."""
+    """`add(tile, carry)` from the first tile of `width` keys that any of the ranges touches to the last."""
     empty = start_R >= end_R
-    low = jnp.min(jnp.where(empty, jnp.iinfo(jnp.int32).max, start_R)) // KEY_TILE
-    high = -(-jnp.max(jnp.where(empty, 0, end_R)) // KEY_TILE)
-    with kernel_runs(k_KSH.shape[1] // KEY_TILE):  # at most
+    low = jnp.min(jnp.where(empty, jnp.iinfo(jnp.int32).max, start_R)) // width
+    high = -(-jnp.max(jnp.where(empty, 0, end_R)) // width)
+    with kernel_runs(k_KSH.shape[1] // width):  # at most
         return jax.lax.fori_loop(low, high, add, carry)
 
 
@@ -186,25 +203,28 @@ def _query_tiles(q_TNH: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def _rows(x_TNH: jax.Array, kv_heads: int) -> jax.Array:
-    """[tiles, K, QUERY_TILE * G, H]: the queries of one kv head are rows of one product."""
-    _, N, H = x_TNH.shape
-    x_TNH = _pad(x_TNH, QUERY_TILE, axis=0)
-    x = x_TNH.reshape(-1, QUERY_TILE, kv_heads, N // kv_heads, H).transpose(0, 2, 1, 3, 4)
+    """[tiles, K, queries of a tile * G, H]: the queries of one kv head are rows of one product."""
+    T, N, H = x_TNH.shape
+    queries, _ = _tile_sizes(T)
+    x_TNH = _pad(x_TNH, queries, axis=0)
+    x = x_TNH.reshape(-1, queries, kv_heads, N // kv_heads, H).transpose(0, 2, 1, 3, 4)
     return x.reshape(x.shape[0], kv_heads, -1, H)
 
 
 def _from_query_tiles(x: jax.Array, length: int) -> jax.Array:
     """Back to [T, N, H]."""
     tiles, K, R, H = x.shape
-    x = x.reshape(tiles, K, QUERY_TILE, R // QUERY_TILE, H).transpose(0, 2, 1, 3, 4)
-    return x.reshape(tiles * QUERY_TILE, -1, H)[:length]
+    queries, _ = _tile_sizes(length)
+    x = x.reshape(tiles, K, queries, R // queries, H).transpose(0, 2, 1, 3, 4)
+    return x.reshape(tiles * queries, -1, H)[:length]
 
 
 def _range_tiles(start_T: jax.Array, end_T: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
-    """Each [tiles, QUERY_TILE * G]."""
+    """Each [tiles, queries of a tile * G]."""
+    queries, _ = _tile_sizes(len(start_T))
 
     def tiles(x_T: jax.Array) -> jax.Array:
-        return jnp.repeat(_pad(x_T, QUERY_TILE, axis=0).reshape(-1, QUERY_TILE), group, axis=1)
+        return jnp.repeat(_pad(x_T, queries, axis=0).reshape(-1, queries), group, axis=1)
 
     return tiles(start_T), tiles(end_T)
 
@@ -215,9 +235,10 @@ def _pad(x: jax.Array, multiple: int, axis: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _slice(x_KSH: jax.Array, tile: jax.Array, axis: int = 1) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x_KSH, tile * KEY_TILE, KEY_TILE, axis)
+def _slice(x_KSH: jax.Array, tile: jax.Array, width: int, axis: int = 1) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x_KSH, tile * width, width, axis)
 
 
 def _add_slice(x_KSH: jax.Array, tile: jax.Array, part_KCH: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x_KSH, _slice(x_KSH, tile) + part_KCH, tile * KEY_TILE, axis=1)
+    C = part_KCH.shape[1]
+    return jax.lax.dynamic_update_slice_in_dim(x_KSH, _slice(x_KSH, tile, C) + part_KCH, tile * C, axis=1)
