@@ -176,9 +176,9 @@ def _scores(q_KRH: jax.Array, k_KCH: jax.Array, start_R: jax.Array, end_R: jax.A
 
 
 def _tile_sizes(T: int) -> tuple[int, int]:
-    """Queries and keys of a tile. A decoding window has few queries, of which hardly any should be padding; its tiles are wider
-    instead."""
-    queries = min(QUERY_TILE, 1 << (T - 1).bit_length())
+    """Queries and keys of a tile: no more tiles of queries than it takes, cut evenly, so that next to none is padding. Those of a
+    decoding window hold few queries, and are wider instead."""
+    queries = -(-T // -(-T // QUERY_TILE))
     return queries, KEY_TILE * min(QUERY_TILE // queries, WIDER_KEY_TILES)
 
 
