@@ -176,7 +176,7 @@ def against_ar(
     tokens, forwards = sum(sum(s.emitted) for s in recorded), sum(len(s.emitted) for s in recorded)
     slots = sum(sum(s.fed) for s in recorded) / forwards
     context = round(statistics.mean(len(s.prompt) + sum(s.emitted) / 2 for s in recorded))
-    sizes = dict(rows=1, context=context, allocated=context + 2 * config.slots)
+    sizes = dict(rows=1, context=context, allocated=context + 2 * config.slots(model.slot_cost))
     params = params_of(model.transformer)
     programs = {n: forward_program(model.config, params, slots=n, **sizes) for n in (1, round(slots))}
     ar_config = dataclasses.replace(config, decoder="ar", window_size=16)
@@ -235,8 +235,8 @@ def _replay(
         lead, accepted, fed = counts[:, number, None]
         state = dataclasses.replace(state, filled=slots < lead[:, None])
         state, reading = window_forward(
-            transformer, state, settings, fed, slots < fed[:, None], widths=widths(C, slot_cost(transformer)), most_read=C,
-            score=entropy,
+            transformer, state, settings, fed, slots < fed[:, None], widths=widths(C, slot_cost(transformer), settings.adapts),
+            most_read=C, score=entropy,
         )  # fmt: skip
         state, kept = emit(state, settings, reading.tokens, accepted, reading.log_probs)
         masked = (slots >= accepted[:, None]) & (slots < fed[:, None])

@@ -15,6 +15,7 @@ from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model.slot_cost import ON_CPU_FROM_CACHE
 
 from ..reference.transformer import ReferenceTransformer
 
@@ -75,7 +76,7 @@ def tiny_model(seed: int = 0, config: ModelConfig = TINY) -> Model:
 
 def start_sizes(config: DecodeConfig) -> dict:
     """What `loop.start` is compiled for, beside the shapes of its arrays."""
-    sizes = dict(slots=config.slots, output_slots=SMALLEST_BUCKET)
+    sizes = dict(slots=config.slots(ON_CPU_FROM_CACHE), output_slots=SMALLEST_BUCKET)
     return dict(**sizes, holds_back=config.holds_back, drafter=config.drafter)
 
 

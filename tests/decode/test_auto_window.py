@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.auto_window import ACCEPTED, FED, next_rung, rung_in_play, widest_rung
-from wedlm_jax.decode.config import AUTO_WINDOWS
+from wedlm_jax.decode.auto_window import next_rung, rung_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.decode.ladder import ACCEPTED, AUTO_WINDOWS, FED, widest_rung, widest_window
+from wedlm_jax.decode.verified import widths
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
 from .models import MASK, TINY, config_of, reciting_model, tiny_model
@@ -84,10 +85,22 @@ def test_prefill_drafts_from_the_masks_of_the_window_that_a_row_starts_with_and_
 ):
     batch = batch_of(rows, slot_cost, window_size=window, entropy_threshold=float("inf"))
     config = batch.requests[0].config
-    assert masks_in_prefill(config, rows, slot_cost) == masks <= riding_masks(config.drafter, config.slots)
+    assert masks_in_prefill(config, rows, slot_cost) == masks <= riding_masks(config.drafter, config.slots(slot_cost))
     assert batch.state.processed.tolist() == [masks] * rows
     assert batch.state.filled.sum(axis=1).tolist() == [1 + masks] * rows  # all of them, and the pending token
     assert masks_in_prefill(config_of("lookup"), rows, slot_cost) == 0
+
+
+@pytest.mark.parametrize("slot_cost", [ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, 1.0])
+def test_nothing_is_compiled_for_windows_that_a_model_is_too_dear_for(slot_cost):
+    auto = DecodeConfig("verified", window_size="auto")
+    widest = widest_window(1, slot_cost)
+    assert auto.slots(slot_cost) == 2 * widest == batch_of(1, slot_cost).state.window.shape[1]
+    for rows in (2, 8, 64):
+        assert widest_window(rows, slot_cost) <= widest
+    fixed = DecodeConfig("verified", window_size=widest)
+    assert fixed.slots(slot_cost) == auto.slots(slot_cost) and fixed.program(slot_cost) != auto.program(slot_cost)
+    assert set(widths(2 * widest, slot_cost, adapts=False)) <= set(widths(2 * widest, slot_cost, adapts=True))
 
 
 def test_windows_of_a_trace_follow_the_rule():
@@ -114,7 +127,7 @@ def test_tokens_are_those_of_ar_and_of_any_window(sampling):
 
 def test_a_fixed_window_does_not_move_and_other_decoders_take_the_first():
     fixed, auto = DecodeConfig("verified", window_size=16), DecodeConfig("verified", window_size="auto")
-    assert not fixed.adapts and auto.adapts and auto.window == AUTO_WINDOWS[-1]
+    assert not fixed.adapts and auto.adapts
     for decoder in ("streaming", "lookup"):
         config = DecodeConfig(decoder, window_size="auto")
         assert not config.adapts and config.window == 16

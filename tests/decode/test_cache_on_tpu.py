@@ -46,7 +46,9 @@ def test_no_cache_is_copied(decoder, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
     mesh = make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1"))
     config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
-    sizes = dict(slots=config.slots, output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter)
+    sizes = dict(
+        slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter
+    )
 
     def prefilled(*arguments):
         with on_mesh(mesh):
@@ -75,8 +77,8 @@ def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatc
     config = DecodeConfig("verified", mask_token_id=511, stop_ids=(0,))
     context, slots = PROMPT + NEW, 256
     opened = functools.partial(
-        programs.open_rows, rows=ROWS, context=context, slots=config.slots,
-        cache_slots=cache_slots(context, config.slots), holds_back=True,
+        programs.open_rows, rows=ROWS, context=context, slots=config.slots(ON_ACCELERATOR),
+        cache_slots=cache_slots(context, config.slots(ON_ACCELERATOR)), holds_back=True,
     )  # fmt: skip
 
     def filled(weights, state, settings, rows, prompt, length, own, hidden):
@@ -90,7 +92,9 @@ def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatc
         RowSettings.from_configs([config] * rows, range(rows), ON_ACCELERATOR) for rows in (ROWS, together)
     )
     rows, prompt = jnp.zeros(together, jnp.int32), jnp.zeros((together, context), jnp.int32)
-    hidden = jnp.zeros((together, riding_masks("verified", config.slots), MODEL.hidden_size), MODEL.dtype)
+    hidden = jnp.zeros(
+        (together, riding_masks("verified", config.slots(ON_ACCELERATOR)), MODEL.hidden_size), MODEL.dtype
+    )
     state = jax.eval_shape(opened, weights)
     arguments = on_chip((weights, state, settings, rows, prompt, rows, own, hidden), mesh)
     text = jax.jit(filled, donate_argnums=(1, 2)).lower(*arguments).compile().as_text()

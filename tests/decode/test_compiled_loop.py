@@ -194,14 +194,10 @@ def test_where_slots_cost_nothing_one_width_is_compiled():
 
 
 def test_sizes_fall_into_buckets():
-    assert [DecodeConfig(window_size=w).slots for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
-    assert [DecodeConfig(window_size=w, refill="paper").slots for w in (1, 3, 16)] == [1, 4, 16]
-    assert [DecodeConfig(d, window_size="auto").slots for d in ("verified", "streaming", "lookup", "ar")] == [
-        64,
-        32,
-        16,
-        1,
-    ]
-    assert DecodeConfig(decoder="blockwise", block_size=5).slots == 16
-    assert DecodeConfig(decoder="ar", window_size=16).slots == 1
-    assert DecodeConfig(decoder="lookup", window_size=16).slots == 16
+    assert [DecodeConfig(window_size=w).slots(ON_CPU) for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
+    assert [DecodeConfig(window_size=w, refill="paper").slots(ON_CPU) for w in (1, 3, 16)] == [1, 4, 16]
+    for decoder, slots in (("streaming", 32), ("lookup", 16), ("ar", 1)):
+        assert DecodeConfig(decoder, window_size="auto").slots(ON_CPU) == slots
+    assert DecodeConfig(decoder="blockwise", block_size=5).slots(ON_CPU) == 16
+    assert DecodeConfig(decoder="ar", window_size=16).slots(ON_CPU) == 1
+    assert DecodeConfig(decoder="lookup", window_size=16).slots(ON_CPU) == 16

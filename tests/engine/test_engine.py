@@ -112,7 +112,7 @@ def test_memory_is_stated_before_it_is_taken(caplog):
     config = talk("streaming_eager")
     served = engine()
     assert served.cache_bytes == 0
-    slots = cache_slots(SIZES["context"], config.slots)
+    slots = cache_slots(SIZES["context"], config.slots(talker().slot_cost))
     stated = served.bytes_for(config)
     assert stated == cache_bytes(talker().config, SIZES["rows"], slots) == 2 * 2 * 3 * slots * 2 * 6 * 4
     with caplog.at_level(logging.INFO, logger="wedlm_jax.engine"):

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
+from wedlm_jax.decode.ladder import widest_window
 from wedlm_jax.decode.selection import RULES
 from wedlm_jax.errors import UserError
 
@@ -22,14 +23,13 @@ PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
 PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
 DEFAULT_WINDOW = 16
-AUTO_WINDOWS = (4, 8, 16, 32)  # that window_size="auto" chooses from
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """Settings of one completion. Only `decoder`, `refill`, `verify`, the size buckets and whether anything is drawn at all
-    are compiled in; the rest is traced."""
+    """Settings of one completion. Only `decoder`, `refill`, `verify`, the size buckets, whether every step chooses its window and
+    whether anything is drawn at all are compiled in; the rest is traced."""
 
     decoder: Decoder = "streaming"
     window_size: int | Literal["auto"] = DEFAULT_WINDOW
@@ -132,16 +132,14 @@ class DecodeConfig:
         return PAPER_PENALTY if self.distance_penalty == "auto" else self.distance_penalty
 
     @property
-    def window(self) -> int:
-        """W as a number; the widest where it is chosen anew in every step."""
-        if self.window_size == "auto":
-            return AUTO_WINDOWS[-1] if self.adapts else DEFAULT_WINDOW
-        return self.window_size
-
-    @property
     def adapts(self) -> bool:
         """Whether every step chooses its window."""
         return self.window_size == "auto" and self.decoder == "verified"
+
+    @property
+    def window(self) -> int:
+        """W as a number, where no step chooses it."""
+        return DEFAULT_WINDOW if self.window_size == "auto" else self.window_size
 
     @property
     def rule(self) -> int:
@@ -149,19 +147,19 @@ class DecodeConfig:
         rule = ("run" if self.decoder == "verified" else "each") if self.fill_rule == "auto" else self.fill_rule
         return list(RULES).index(rule)
 
-    @property
-    def program(self) -> tuple[object, ...]:
+    def program(self, slot_cost: float) -> tuple[object, ...]:
         """What requests must have in common to run in one compiled loop."""
-        return self.decoder, self.refill, self.verify, self.slots
+        return self.decoder, self.refill, self.verify, self.adapts, self.slots(slot_cost)
 
-    @property
-    def slots(self) -> int:
-        """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into."""
+    def slots(self, slot_cost: float) -> int:
+        """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into on a model of this cost of
+        a slot."""
         if self.decoder == "ar":
             return 1
         if self.decoder == "blockwise":
             return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
-        bucket = _power_of_two(self.window)
+        # More rows never get a wider window than one, which the bucket must hold.
+        bucket = _power_of_two(widest_window(1, slot_cost) if self.adapts else self.window)
         alone = self.decoder == "lookup" or (self.decoder == "streaming" and self.refill == "paper")
         return bucket if alone else 2 * bucket
 
@@ -196,7 +194,6 @@ class RowSettings:
     """The traced settings of B rows."""
 
     window_size: jax.Array  # int32 [B]
-    adapts: jax.Array  # bool [B]: window_size is "auto"; see auto_window.py
     slot_cost: jax.Array  # float32 [B]: of the model, the same for all
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
@@ -212,12 +209,14 @@ class RowSettings:
     mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
     ban_mask: jax.Array  # bool [B]
     key: jax.Array  # PRNG keys [B]
+    adapts: bool = dataclasses.field(metadata={"static": True})  # every row's window_size is "auto"; see auto_window.py
     # Whether any row has a temperature above 0. Compiled in: of the time that XLA takes for a loop, two fifths are for draws.
     draws: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float) -> RowSettings:
-        """Stacks configs whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed the noise."""
+        """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed
+        the noise."""
 
         def column(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(c, name) for c in configs], dtype)
@@ -226,7 +225,6 @@ class RowSettings:
         stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
         columns = dict(
             window_size=column("window", "int32"),
-            adapts=column("adapts", "bool"),
             slot_cost=np.full(len(configs), slot_cost, "float32"),
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
@@ -244,7 +242,8 @@ class RowSettings:
         )
         # One transfer and one program for all of them: dispatching each by itself is most of what a call costs the host.
         key = _noise_keys(column("seed", "int32"), np.array(rows, "int32"))
-        return cls(**jax.device_put(columns), key=key, draws=any(c.temperature > 0 for c in configs))
+        adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
+        return cls(**jax.device_put(columns), key=key, adapts=adapts, draws=draws)
 
 
 @jax.jit

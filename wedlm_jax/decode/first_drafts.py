@@ -11,8 +11,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.decode.auto_window import widest_rung, window_in_play
-from wedlm_jax.decode.config import AUTO_WINDOWS, DecodeConfig, Drafter, RowSettings
+from wedlm_jax.decode.auto_window import window_in_play
+from wedlm_jax.decode.config import DecodeConfig, Drafter, RowSettings
+from wedlm_jax.decode.ladder import widest_window
 from wedlm_jax.decode.lookup import draft
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState
@@ -31,7 +32,7 @@ def masks_in_prefill(config: DecodeConfig, rows: int, slot_cost: float) -> int:
     """How many of them are of a row's own window, where so many rows start at once: drafted from, and counted as processed."""
     if config.drafter != "verified":
         return 0
-    return (AUTO_WINDOWS[int(widest_rung(rows, slot_cost))] if config.adapts else config.window) - 1
+    return (widest_window(rows, slot_cost) if config.adapts else config.window) - 1
 
 
 def first_drafts(

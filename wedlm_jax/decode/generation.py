@@ -70,8 +70,8 @@ def generate(
     ]
     groups: dict[tuple, list[Request]] = {}
     for request in requests:
-        c = request.config
-        groups.setdefault((*c.program, bool(c.stop)), []).append(request)
+        key = *request.config.program(model.slot_cost), bool(request.config.stop)
+        groups.setdefault(key, []).append(request)
     completions: dict[int, Completion] = {}
     for group in groups.values():
         for request, completion in zip(group, decode_batch(model, group, trace), strict=True):
@@ -135,7 +135,7 @@ class Batch:
             prompts,
             np.array([len(r.prompt) for r in requests], np.int32),
             self.settings,
-            slots=config.slots,
+            slots=config.slots(model.slot_cost),
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
             drafter=config.drafter,

@@ -11,9 +11,10 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from wedlm_jax.decode.auto_window import may_adapt, rung_after, window_in_play
+from wedlm_jax.decode.auto_window import rung_after, window_in_play
 from wedlm_jax.decode.chain import check_drafts
-from wedlm_jax.decode.config import AUTO_WINDOWS, RowSettings
+from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.ladder import AUTO_WINDOWS
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
@@ -45,7 +46,7 @@ def verified_step(
         settings,
         fed,
         masks | (slots < lead[:, None]),
-        widths=widths(C, B * slot_cost(transformer)),
+        widths=widths(C, B * slot_cost(transformer), settings.adapts),
         most_read=C,
         score=entropy,
     )
@@ -67,6 +68,6 @@ def verified_step(
     return advance(state, kept), record
 
 
-def widths(slots: int, a_slot: float) -> tuple[int, ...]:
-    """Of the forwards over so many window slots: as many as automatic windows come to may also hold the narrowest of them."""
-    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if may_adapt(slots) else None)
+def widths(slots: int, a_slot: float, adapts: bool) -> tuple[int, ...]:
+    """Of the forwards over so many window slots: automatic windows may be the narrowest."""
+    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if adapts else None)

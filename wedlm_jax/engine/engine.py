@@ -98,7 +98,7 @@ class Engine:
 
     def bytes_for(self, config: DecodeConfig = DecodeConfig()) -> int:
         """Bytes of the cache that the first request with such settings takes."""
-        return self._bytes(cache_slots(self.context, config.slots))
+        return self._bytes(self._cache_slots(config))
 
     def submit(
         self, prompt: Prompt, config: DecodeConfig = DecodeConfig(), *, row: int = 0, name: str = "prompt",
@@ -217,7 +217,10 @@ class Engine:
                     break
 
     def _key(self, config: DecodeConfig) -> tuple:
-        return *config.program, config.stop_id_slots
+        return *config.program(self.model.slot_cost), config.stop_id_slots
+
+    def _cache_slots(self, config: DecodeConfig) -> int:
+        return cache_slots(self.context, config.slots(self.model.slot_cost))
 
     def _open(self, key: tuple, config: DecodeConfig) -> bool:
         """Takes the cache of a new group; False where that has to wait for rows that run."""
@@ -230,7 +233,7 @@ class Engine:
                 return False
         LOG.info(
             "taking a cache of %s: %d rows of %d slots for decoder=%s",
-            in_words(size), self._num_rows, cache_slots(self.context, config.slots), config.decoder,
+            in_words(size), self._num_rows, self._cache_slots(config), config.decoder,
         )  # fmt: skip
         self._groups[key] = RowGroup(self.model, config, self._num_rows, self.context)
         return True
@@ -239,7 +242,7 @@ class Engine:
         size = self.bytes_for(config)
         if self._cache_limit is not None and size > self._cache_limit:
             raise UserError(
-                f"a cache of {self._num_rows} rows with {cache_slots(self.context, config.slots)} slots takes "
+                f"a cache of {self._num_rows} rows with {self._cache_slots(config)} slots takes "
                 f"{in_words(size)}, more than cache_limit={self._cache_limit}: lower rows, context or "
                 f"{'block_size' if config.decoder == 'blockwise' else 'window_size'}, or raise cache_limit"
             )

@@ -49,13 +49,14 @@ class RowGroup:
         self._weights, self._slot_cost, self._context = model.weights, model.slot_cost, context
         self._program = Program.of(config)
         self._holds_back, self._drafter = config.holds_back, config.drafter
-        self._masks = riding_masks(config.drafter, config.slots)
-        self.slots = cache_slots(context, config.slots)
+        window_slots = config.slots(model.slot_cost)
+        self._masks = riding_masks(config.drafter, window_slots)
+        self.slots = cache_slots(context, window_slots)
         self._state = open_rows(
             self._weights,
             rows=rows,
             context=context,
-            slots=config.slots,
+            slots=window_slots,
             cache_slots=self.slots,
             holds_back=config.holds_back,
         )
@@ -206,7 +207,8 @@ class RowGroup:
 def _beyond(ticket: Ticket, ids: list[int], state: DecodeState, number: int) -> list[int | None]:
     """The tokens in play behind those that are committed; None for masks."""
     config = ticket.request.config
-    width = config.block_size if config.decoder == "blockwise" else config.window
+    widest = state.window.shape[1] // 2 if config.adapts else config.window
+    width = config.block_size if config.decoder == "blockwise" else widest
     first = len(ticket.request.prompt) + len(ids) - int(state.length[number])  # slots before it are committed already
     shown = slice(first, first + min(width, config.max_new_tokens - len(ids)))
     slots = zip(state.window[number, shown].tolist(), state.filled[number, shown].tolist(), strict=True)
