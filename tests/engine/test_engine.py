@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, generate
+from wedlm_jax.decode.ladder import widest_window
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.errors import UserError
@@ -68,6 +69,21 @@ def test_rows_are_handed_on_in_the_order_of_arrival():
     assert [t.status for t in tickets] == ["running", "done", "running", "running", "waiting"]
     served.run()
     assert [t.completion.finish_reason for t in tickets] == ["length", "cancelled", "length", "length", "length"]
+
+
+def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_widest():
+    """Whether the window is chosen anew is compiled in: in one group with a fixed window of that bucket it would be mistaken."""
+    model = reciter(TEXT, end=True, tail="never shown")
+    widest = widest_window(1, model.slot_cost)
+    chosen = [settings("verified", window_size=window) for window in ("auto", widest, "auto")]
+    served = engine(model)
+    tickets = [served.submit("x", config) for config in chosen]
+    shown = 0
+    while served.step():
+        shown = max(shown, len(tickets[0].window))
+    assert [t.completion.text for t in tickets] == [TEXT] * 3
+    assert len(served._groups) == 2 and {config.slots(model.slot_cost) for config in chosen} == {2 * widest}
+    assert 0 < shown <= widest
 
 
 def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing():

@@ -31,11 +31,12 @@ class QueueFull(UserError):
 class Engine:
     """Serves requests that come at any time, each with its own settings, and streams what they commit.
 
-    Requests of one program (decoder, refill rule, verify mode, window bucket, width of stop ids) share a group of `rows` cache
-    rows and one compiled loop, or another one while any of them is drawn at a temperature. The loop runs at most `steps` steps
-    without the host; then finished rows go to the next requests. A finished row keeps its cache until then: a request that
-    begins with the same tokens as any row, idle or running, has only the rest prefilled (prefix reuse). Short prompts that
-    come together are prefilled together. In float32 a request's tokens are those of `generate` run for it alone.
+    Requests of one program (decoder, refill rule, verify mode, fixed or automatic window, window bucket, width of stop ids) share
+    a group of `rows` cache rows and one compiled loop, or another one while any of them is drawn at a temperature. The loop runs
+    at most `steps` steps without the host; then finished rows go to the next requests. A finished row keeps its cache until
+    then: a request that begins with the same tokens as any row, idle or running, has only the rest prefilled (prefix reuse).
+    Short prompts that come together are prefilled together. In float32 a request's tokens are those of `generate` run for it
+    alone.
 
     Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Not
     thread-safe: use one engine from one thread. A step that an exception interrupts (Ctrl-C) has given its state away, and the

@@ -43,7 +43,7 @@ class Arrival:
 
 
 class RowGroup:
-    """Rows of one decoder, refill rule and window bucket. Each runs its own request with its own settings."""
+    """Rows of one `DecodeConfig.program`. Each runs its own request with its own settings."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
         self._weights, self._slot_cost, self._context = model.weights, model.slot_cost, context
