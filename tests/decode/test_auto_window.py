@@ -12,8 +12,8 @@ from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode.auto_window import next_rung, rung_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request
-from wedlm_jax.decode.ladder import ACCEPTED, AUTO_WINDOWS, FED, widest_rung, widest_window
 from wedlm_jax.decode.verified import widths
+from wedlm_jax.decode.widest_window import ACCEPTED, AUTO_WINDOWS, FED, widest_rung, widest_window
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
 from .models import MASK, TINY, config_of, reciting_model, tiny_model

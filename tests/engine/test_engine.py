@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, generate
-from wedlm_jax.decode.ladder import widest_window
+from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.errors import UserError

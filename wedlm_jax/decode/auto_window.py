@@ -3,7 +3,7 @@ the cost of a slot.
 
 A wide window drafts further ahead, and costs a slot of every forward for each draft and mask. So it halves where none of a step's
 drafts was right, and doubles where half of the window was accepted at once; but not beyond the one that gains most by the clock
-for as many rows as run. The tokens are those of AR at any window: only counters can change.
+for as many rows as run (`widest_window.py`). The tokens are those of AR at any window: only counters can change.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.ladder import AUTO_WINDOWS, widest_rung
 from wedlm_jax.decode.state import DecodeState
+from wedlm_jax.decode.widest_window import AUTO_WINDOWS, widest_rung
 
 
 def rung_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:

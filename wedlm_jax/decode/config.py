@@ -10,8 +10,8 @@ from typing import Literal, get_args
 import jax
 import numpy as np
 
-from wedlm_jax.decode.ladder import widest_window
 from wedlm_jax.decode.selection import RULES
+from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.errors import UserError
 
 Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.auto_window import window_in_play
 from wedlm_jax.decode.config import DecodeConfig, Drafter, RowSettings
-from wedlm_jax.decode.ladder import widest_window
 from wedlm_jax.decode.lookup import draft
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState
+from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.decode.window import Reading, read_slots
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import entropy

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.config import Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts, riding_masks
-from wedlm_jax.decode.ladder import AUTO_WINDOWS
 from wedlm_jax.decode.state import RUNNING, DecodeState
+from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from wedlm_jax.decode.auto_window import rung_after, window_in_play
 from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.ladder import AUTO_WINDOWS
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
+from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
