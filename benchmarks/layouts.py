@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.side_by_side import machine, print_table, side_by_side
+from wedlm_jax.ops.attention import dense
 from wedlm_jax.ops.categorical import likeliest
 from wedlm_jax.ops.output_layer import output_logits
 
@@ -50,6 +51,13 @@ def main() -> None:
             (
                 lambda a, b: jnp.einsum("BKRH,BSKH->BKRS", b, a),
                 lambda a, b: jnp.einsum("BKRH,BKSH->BKRS", b, a.swapaxes(1, 2)),
+            ),
+            (keys, window),
+        ),
+        "scores of a window's few queries: queries first, keys first": (
+            (
+                lambda a, b: jnp.einsum("BKRH,BKSH->BKRS", b, a.reshape(1, 12, 256, 64)),
+                lambda a, b: dense.scores(b, a.reshape(1, 12, 256, 64)),
             ),
             (keys, window),
         ),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.quick_jit import quick_jit
 from wedlm_jax.ops.attention import attend_cache, cache
 from wedlm_jax.program_costs import matmul_flops
 
@@ -45,3 +46,12 @@ def test_a_longer_used_context_costs_more_and_at_most_what_twice_the_slots_cost(
     for allocated in (700, 5000, 8191):
         for used in (T, 257, 600):
             assert cost(allocated, used)[1] <= 2 * B * K * H * 4 * max(2 * used, 2 * cache.SMALLEST_CONTEXT)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_window_over_a_long_context_copies_no_more_than_the_slots_of_its_bucket(rows):
+    """Not the whole cache, and not with its heads and slots turned round: that took longer than the attention."""
+    q, keys, end = jnp.ones((rows, T, N, 64)), jnp.ones((1, rows, K, 8192, 64)), jnp.full((rows, T), 8000)
+    program = quick_jit(lambda q, k, v, end: attend_cache(q, k, v, 0, end)).lower(q, keys, keys, end).compile()
+    # The keys and the values of 4,096 slots, half the cache, and some tiles; the whole cache is read where it lies.
+    assert program.memory_analysis().temp_size_in_bytes <= 1.3 * keys.nbytes

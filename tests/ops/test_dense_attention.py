@@ -10,6 +10,7 @@ import pytest
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.ops.attention import attend, merge
+from wedlm_jax.ops.attention.dense import scores
 
 B, T, S, N, H = 2, 3, 5, 4, 6
 KV_HEADS = [1, 2, 4]  # grouped-query ratios 4, 2 and 1
@@ -108,3 +109,13 @@ def test_visible_broadcasts_over_rows():
     every_row = np.broadcast_to(causal, (B, T, S))
     values = quick_jit(lambda visible: attend(q, k, v, visible)[0])
     np.testing.assert_array_equal(values(causal), values(every_row))
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 256), (2, 256), (32, 300), (33, 256), (8, 255)])
+def test_scores_are_the_same_products_whichever_factor_comes_first(queries, keys):
+    """Keys first for a window's few queries on a CPU, and queries first for one, for many and over few keys."""
+    random = np.random.default_rng(0)
+    q, k = (random.normal(size=(2, 3, rows, 64)).astype(np.float32) for rows in (queries, keys))
+    program = jax.jit(scores).lower(q, k)
+    assert ("optimization_barrier" in program.as_text()) == (1 < queries <= 32 and keys >= 256)
+    np.testing.assert_allclose(program.compile()(q, k), q.astype(float) @ k.swapaxes(2, 3), rtol=1e-5, atol=1e-4)

@@ -11,8 +11,12 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.ops.attention.choice import target_platform
+
 # Finite, so that a row which sees nothing has a finite lse and no NaN gradient; so low that a merge gives it weight 0.
 MASKED_SCORE = -1e30
+
+FEW_QUERIES, MANY_KEYS, WIDE_HEAD = 32, 256, 64
 
 
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -40,7 +44,7 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     q_BKRH = (q_BTNH * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     # Keys with their heads first, as the values below: of "BSKH" XLA on CPU would turn every head's keys round for the product.
     k_BKSH = k_BSKH.swapaxes(1, 2)
-    scores_BKRS = jnp.einsum("BKRH,BKSH->BKRS", q_BKRH, k_BKSH, preferred_element_type=jnp.float32)
+    scores_BKRS = scores(q_BKRH, k_BKSH)
     scores_BKTGS = jnp.where(visible_BTS[:, None, :, None, :], scores_BKRS.reshape(B, K, T, G, S), MASKED_SCORE)
     # One exponential a score: the sum over keys is divided out of the small output instead of the large weights.
     peak_BKTG = jax.lax.stop_gradient(jnp.max(scores_BKTGS, axis=-1))
@@ -52,6 +56,20 @@ def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax
     out_BTNH = out_BKTGH.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H).astype(q_BTNH.dtype)
     lse_BKTG = peak_BKTG + jnp.log(total_BKTG)
     return out_BTNH, lse_BKTG.transpose(0, 2, 1, 3).reshape(B, T, N)
+
+
+def scores(q_RH: jax.Array, k_SH: jax.Array) -> jax.Array:
+    """Products [..., R, S], in float32, of queries [..., R, H] with keys [..., S, H].
+
+    On a CPU the keys of a window's few queries are the first factor: as the second one XLA would turn every key round, and
+    now it turns round the scores, which are fewer (`python -m benchmarks.layouts`). Narrow heads gain nothing by it. The
+    barrier keeps XLA from turning the factors round.
+    """
+    (R, H), S = q_RH.shape[-2:], k_SH.shape[-2]
+    if target_platform() != "cpu" or not 1 < R <= FEW_QUERIES or S < MANY_KEYS or H < WIDE_HEAD:
+        return jnp.einsum("...RH,...SH->...RS", q_RH, k_SH, preferred_element_type=jnp.float32)
+    scores_SR = jnp.einsum("...SH,...RH->...SR", k_SH, q_RH, preferred_element_type=jnp.float32)
+    return jax.lax.optimization_barrier(scores_SR).swapaxes(-2, -1)
 
 
 def merge(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from wedlm_jax.ops.attention.dense import MASKED_SCORE, attend
+from wedlm_jax.ops.attention.dense import MASKED_SCORE, attend, scores
 from wedlm_jax.program_costs import kernel_runs
 
 QUERY_TILE = 256
@@ -56,30 +56,32 @@ def attend_ranges(
     if T * S <= DENSE_SCORES:
         keys_S = jnp.arange(S)
         return attend(q_BTNH, k_BSKH, v_BSKH, (start_BT[..., None] <= keys_S) & (keys_S < end_BT[..., None]))
+    # Heads first before the rows are taken apart: a cache lies like that, and is not copied.
+    k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
     # One row at a time, so that its own documents bound its loops.
-    return jax.lax.map(lambda row: _attend_row(*row), (q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT))
+    return jax.lax.map(lambda row: _attend_row(*row), (q_BTNH, k_BKSH, v_BKSH, start_BT, end_BT))
 
 
 @jax.custom_vjp
 def _attend_row(
-    q_TNH: jax.Array, k_SKH: jax.Array, v_SKH: jax.Array, start_T: jax.Array, end_T: jax.Array
+    q_TNH: jax.Array, k_KSH: jax.Array, v_KSH: jax.Array, start_T: jax.Array, end_T: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _forward(q_TNH, k_SKH, v_SKH, start_T, end_T)[0]
+    return _forward(q_TNH, k_KSH, v_KSH, start_T, end_T)[0]
 
 
-def _forward(q_TNH, k_SKH, v_SKH, start_T, end_T):
+def _forward(q_TNH, k_KSH, v_KSH, start_T, end_T):
     T, N, _ = q_TNH.shape
-    K = k_SKH.shape[1]
+    K = len(k_KSH)
     _, width = _tile_sizes(T)
-    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), width, axis=1) for x in (k_SKH, v_SKH))
+    k_padded, v_padded = (_pad(x, width, axis=1) for x in (k_KSH, v_KSH))
 
     def query_tile(queries: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _attend_tile(*queries, k_KSH, v_KSH, width)
+        return _attend_tile(*queries, k_padded, v_padded, width)
 
     out, lse = jax.lax.map(query_tile, (_query_tiles(q_TNH, K), *_range_tiles(start_T, end_T, N // K)))
     out_TNH = checkpoint_name(_from_query_tiles(out, T).astype(q_TNH.dtype), RESIDUALS)
     lse_TN = checkpoint_name(_from_query_tiles(lse[..., None], T)[..., 0], RESIDUALS)
-    return (out_TNH, lse_TN), (q_TNH, k_SKH, v_SKH, start_T, end_T, out_TNH, lse_TN)
+    return (out_TNH, lse_TN), (q_TNH, k_KSH, v_KSH, start_T, end_T, out_TNH, lse_TN)
 
 
 def _attend_tile(
@@ -111,12 +113,12 @@ def _backward(residuals, cotangents):
 
     d_lse enters like a constant of the row: d_scores = weights * (d_weights - delta), delta = sum(d_out * out) - d_lse.
     """
-    q_TNH, k_SKH, v_SKH, start_T, end_T, out_TNH, lse_TN = residuals
+    q_TNH, k_KSH, v_KSH, start_T, end_T, out_TNH, lse_TN = residuals
     d_out_TNH, d_lse_TN = cotangents
     T, N, H = q_TNH.shape
-    S, K = k_SKH.shape[:2]
+    (K, S), dtype = k_KSH.shape[:2], k_KSH.dtype
     _, width = _tile_sizes(T)
-    k_KSH, v_KSH = (_pad(x.swapaxes(0, 1), width, axis=1) for x in (k_SKH, v_SKH))
+    k_KSH, v_KSH = (_pad(x, width, axis=1) for x in (k_KSH, v_KSH))
     k_KHS = k_KSH.swapaxes(1, 2)
     delta_TN = jnp.vecdot(d_out_TNH, out_TNH, precision="highest", preferred_element_type=jnp.float32) - d_lse_TN
 
@@ -158,8 +160,8 @@ def _backward(residuals, cotangents):
         ),
     )
     d_q_TNH = (_from_query_tiles(d_q, T) * H**-0.5).astype(q_TNH.dtype)
-    d_k_SKH, d_v_SKH = (x[:, :S].swapaxes(0, 1).astype(k_SKH.dtype) for x in (d_k_KSH, d_v_KSH))
-    return d_q_TNH, d_k_SKH, d_v_SKH, None, None
+    d_k_KSH, d_v_KSH = (x[:, :S].astype(dtype) for x in (d_k_KSH, d_v_KSH))
+    return d_q_TNH, d_k_KSH, d_v_KSH, None, None
 
 
 _attend_row.defvjp(_forward, _backward)
@@ -172,7 +174,7 @@ def _scores(q_KRH: jax.Array, k_KCH: jax.Array, start_R: jax.Array, end_R: jax.A
     C = k_KCH.shape[1]
     keys_C = tile * C + jnp.arange(C)
     visible_RC = (start_R[:, None] <= keys_C) & (keys_C < end_R[:, None])
-    return jnp.where(visible_RC, _dot("KRH,KCH->KRC", q_KRH, k_KCH), MASKED_SCORE)
+    return jnp.where(visible_RC, scores(q_KRH, k_KCH), MASKED_SCORE)
 
 
 def _tile_sizes(T: int) -> tuple[int, int]:
