@@ -16,6 +16,7 @@ from wedlm_jax.ops.attention.choice import target_platform
 # Finite, so that a row which sees nothing has a finite lse and no NaN gradient; so low that a merge gives it weight 0.
 MASKED_SCORE = -1e30
 
+# Where keys first are faster on a CPU, as measured (benchmarks/RESULTS.md, "Verified decoding by the clock").
 FEW_QUERIES, MANY_KEYS, WIDE_HEAD = 32, 256, 64
 
 

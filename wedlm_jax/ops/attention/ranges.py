@@ -56,7 +56,7 @@ def attend_ranges(
     if T * S <= DENSE_SCORES:
         keys_S = jnp.arange(S)
         return attend(q_BTNH, k_BSKH, v_BSKH, (start_BT[..., None] <= keys_S) & (keys_S < end_BT[..., None]))
-    # Heads first before the rows are taken apart: a cache lies like that, and is not copied.
+    # Heads first before the rows are taken apart: a cache lies like that, and XLA turns nothing round.
     k_BKSH, v_BKSH = (x.swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
     # One row at a time, so that its own documents bound its loops.
     return jax.lax.map(lambda row: _attend_row(*row), (q_BTNH, k_BKSH, v_BKSH, start_BT, end_BT))
