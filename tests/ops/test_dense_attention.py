@@ -111,11 +111,14 @@ def test_visible_broadcasts_over_rows():
     np.testing.assert_array_equal(values(causal), values(every_row))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 256), (2, 256), (32, 300), (33, 256), (8, 255)])
-def test_scores_are_the_same_products_whichever_factor_comes_first(queries, keys):
-    """Keys first for a window's few queries on a CPU, and queries first for one, for many and over few keys."""
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim"),
+    [(1, 256, 64), (2, 256, 64), (32, 300, 128), (33, 256, 64), (8, 255, 64), (8, 256, 32)],
+)
+def test_scores_are_the_same_products_whichever_factor_comes_first(queries, keys, head_dim):
+    """Keys first for a window's few queries on a CPU, and queries first for one, for many, over few keys and for narrow heads."""
     random = np.random.default_rng(0)
-    q, k = (random.normal(size=(2, 3, rows, 64)).astype(np.float32) for rows in (queries, keys))
+    q, k = (random.normal(size=(2, 3, rows, head_dim)).astype(np.float32) for rows in (queries, keys))
     program = jax.jit(scores).lower(q, k)
-    assert ("optimization_barrier" in program.as_text()) == (1 < queries <= 32 and keys >= 256)
+    assert ("optimization_barrier" in program.as_text()) == (1 < queries <= 32 and keys >= 256 and head_dim >= 64)
     np.testing.assert_allclose(program.compile()(q, k), q.astype(float) @ k.swapaxes(2, 3), rtol=1e-5, atol=1e-4)

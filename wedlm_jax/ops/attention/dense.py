@@ -63,7 +63,7 @@ def scores(q_RH: jax.Array, k_SH: jax.Array) -> jax.Array:
     """Products [..., R, S], in float32, of queries [..., R, H] with keys [..., S, H].
 
     On a CPU the keys of a window's few queries are the first factor: as the second one XLA would turn every key round, and
-    now it turns round the scores, which are fewer (`python -m benchmarks.layouts`). Narrow heads gain nothing by it. The
+    now it turns round the scores, which are fewer (`python -m benchmarks.layouts`). With narrow heads it takes longer. The
     barrier keeps XLA from turning the factors round.
     """
     (R, H), S = q_RH.shape[-2:], k_SH.shape[-2]
