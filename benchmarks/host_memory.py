@@ -1,4 +1,4 @@
-"""What `keep_freed_memory` saves in a training step on CPU: the quickstart's WeDLM step with and without it.
+"""What pages of 2 MiB save in a training step on CPU: the quickstart's WeDLM step with and without them.
 
     python -m benchmarks.host_memory
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -18,21 +19,19 @@ import time
 
 import tyro
 
+from wedlm_jax.host_memory import TUNABLE
+
 ROUNDS, STEPS = 3, 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-    case: str | None = None
-    """Internal: measure "with" or "without" in this process and print JSON."""
+    measure: bool = False
+    """Internal: measure in this process and print JSON."""
 
 
-def measure(keep: bool) -> dict[str, float]:
-    """Seconds and page faults of one step."""
-    if keep:
-        from wedlm_jax.host_memory import keep_freed_memory
-
-        keep_freed_memory()
+def measure() -> dict[str, float]:
+    """Seconds and page faults of one step, and the process's peak memory in KiB."""
     import jax
     import numpy as np
 
@@ -64,24 +63,29 @@ def measure(keep: bool) -> dict[str, float]:
         "user": (after.ru_utime - before.ru_utime) / STEPS,
         "system": (after.ru_stime - before.ru_stime) / STEPS,
         "faults": (after.ru_minflt - before.ru_minflt) / STEPS,
+        "peak": after.ru_maxrss,
     }
 
 
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    if flags.case is not None:
-        print(json.dumps(measure(flags.case == "with")))
+    if flags.measure:
+        print(json.dumps(measure()))
         return
-    found: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    found: dict[str, list[dict[str, float]]] = {"4 KiB": [], "2 MiB": []}
     for _ in range(ROUNDS):
-        for case, results in found.items():
-            run = [sys.executable, "-m", "benchmarks.host_memory", "--case", case]
-            results.append(json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout))
-    print("| keep_freed_memory | wall, ms | user, ms | system, ms | page faults |\n|---|---|---|---|---|")
-    for case, results in found.items():
-        wall, user, system = (1e3 * statistics.median(r[key] for r in results) for key in ("wall", "user", "system"))
-        faults = statistics.median(r["faults"] for r in results)
-        print(f"| {case} | {wall:.0f} | {user:.0f} | {system:.0f} | {faults:,.0f} |")
+        for pages, results in found.items():
+            run = [sys.executable, "-m", "benchmarks.host_memory", "--measure"]
+            environment = os.environ | {"GLIBC_TUNABLES": f"{TUNABLE}={int(pages == '2 MiB')}"}
+            done = subprocess.run(run, check=True, capture_output=True, text=True, env=environment)
+            results.append(json.loads(done.stdout))
+    print("| pages | wall, ms | user, ms | system, ms | page faults | peak memory, MiB |\n|---|---|---|---|---|---|")
+    for pages, results in found.items():
+        medians = {key: statistics.median(r[key] for r in results) for key in results[0]}
+        wall, user, system = (1e3 * medians[key] for key in ("wall", "user", "system"))
+        print(
+            f"| {pages} | {wall:.0f} | {user:.0f} | {system:.0f} | {medians['faults']:,.0f} | {medians['peak'] / 1024:,.0f} |"
+        )
 
 
 if __name__ == "__main__":

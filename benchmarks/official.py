@@ -9,6 +9,7 @@ tells its peak.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import statistics
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MASK_TOKEN_ID = 1
+OF_OUR_STEP = ("shape", "rows", "documents", "block_size", "layers", "dtype", "remat", "mlp_tile", "attention")
 # Of their config class, and of ours.
 FIELDS = {
     "vocab_size": "vocab_size",
@@ -96,8 +98,8 @@ def compare(flags: Flags, length: int, model: ModelConfig, tokens: np.ndarray) -
     ours = Side(
         "our step",
         [sys.executable, "-m", "benchmarks.our_step"],
-        {name: getattr(flags, name) for name in ("shape", "rows", "documents", "block_size", "layers", "dtype")}
-        | {"remat": flags.remat, "attention": flags.attention, "lengths": [length]},
+        {name: value for name, value in dataclasses.asdict(flags).items() if name in OF_OUR_STEP}
+        | {"lengths": [length]},
     )
     job = {
         "tokens": tokens.ravel().tolist(),

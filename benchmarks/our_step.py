@@ -15,14 +15,14 @@ import jax
 
 from benchmarks.side_by_side import machine
 from benchmarks.train_step import Flags, random_batch, settings_of
-from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.host_memory import use_huge_pages
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state, from_seed
 from wedlm_jax.train_step import compile_step, place, wedlm_step
 
 
 def main() -> None:
-    keep_freed_memory()
+    use_huge_pages()
     flags = Flags(**json.loads(sys.stdin.readline()))
     settings = settings_of(flags)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])

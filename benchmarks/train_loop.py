@@ -27,6 +27,7 @@ import jax  # noqa: E402
 from wedlm_jax import train as train_module  # noqa: E402
 from wedlm_jax.data.pipeline import PackedBatches  # noqa: E402
 from wedlm_jax.experiment import load_experiment  # noqa: E402
+from wedlm_jax.host_memory import use_huge_pages  # noqa: E402
 from wedlm_jax.metrics import report as report_module  # noqa: E402
 
 WARM_UP = 5  # steps
@@ -59,6 +60,7 @@ class Clock:
 
 
 def main() -> None:
+    use_huge_pages()  # as the trainer does
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--exp", required=True)
     parser.add_argument("--steps", type=int, default=60)

@@ -33,7 +33,7 @@ from benchmarks.side_by_side import machine, print_table, side_by_side, square_p
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.experiment import AdapterConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, load_experiment
-from wedlm_jax.host_memory import keep_freed_memory
+from wedlm_jax.host_memory import use_huge_pages
 from wedlm_jax.metrics.throughput import peak_flops
 from wedlm_jax.model.config import DType, Remat
 from wedlm_jax.model.patterns import DualStream
@@ -57,6 +57,8 @@ class Flags:
     dtype: DType | None = None
     """Other than that of the shape."""
     remat: Remat = "dots"
+    mlp_tile: int | None = None
+    """Tokens of a row whose MLP is computed at once, and again in the backward pass."""
     attention: Implementation = "auto"
     adapter: int | None = None
     """Also the step of an adapter of mask rows of this rank, with the targets and masks of quickstart_adapter."""
@@ -71,7 +73,7 @@ class Flags:
 
 
 def main() -> None:
-    keep_freed_memory()  # as the trainer does
+    use_huge_pages()  # as the trainer does
     flags = tyro.cli(Flags, description=__doc__)
     if flags.official is not None:
         for length in flags.lengths:
@@ -99,9 +101,8 @@ def main() -> None:
 
 
 def model_of(flags: Flags) -> ModelConfig:
-    return shapes.shape(
-        flags.shape, num_layers=flags.layers, dtype=flags.dtype, remat=flags.remat, attention=flags.attention
-    )
+    fields = ("dtype", "remat", "mlp_tile", "attention")
+    return shapes.shape(flags.shape, num_layers=flags.layers, **{name: getattr(flags, name) for name in fields})
 
 
 def settings_of(flags: Flags) -> StepSettings:

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 
 
 @functools.cache
-def two_updates(mesh_config: MeshConfig | None, micro_batches: int):
+def two_updates(mesh_config: MeshConfig | None, micro_batches: int, mlp_tile: int | None = None):
     """(state at birth, state after two updates, metrics of both); the first update has learning rate 0."""
     mesh = one_device_mesh() if mesh_config is None else make_mesh(mesh_config)
-    step = compile_step(wedlm_step, dataclasses.replace(SETTINGS, micro_batches=micro_batches), mesh)
+    model = dataclasses.replace(MODEL, mlp_tile=mlp_tile)
+    step = compile_step(wedlm_step, dataclasses.replace(SETTINGS, model=model, micro_batches=micro_batches), mesh)
     state = from_seed(MODEL, SETTINGS.optimizer, mesh, SETTINGS.seed)
     at_birth = jax.device_get(state)
     batch = jax.device_put(packed_batch(), batch_sharding(mesh))
@@ -30,19 +31,20 @@ def two_updates(mesh_config: MeshConfig | None, micro_batches: int):
 
 
 @pytest.mark.parametrize(
-    ("mesh_config", "micro_batches"),
+    ("mesh_config", "micro_batches", "mlp_tile"),
     [
-        (MeshConfig(data=8), 1),
-        (MeshConfig(data=1, fsdp=8), 1),
-        (MeshConfig(data=2, fsdp=2, tensor=2), 2),
-        (MeshConfig(data=1, fsdp=4, tensor=2), 1),
-        (MeshConfig(data=2, fsdp=1, tensor=4), 1),  # more than the two kv heads
+        (MeshConfig(data=8), 1, None),
+        (MeshConfig(data=1, fsdp=8), 1, None),
+        (MeshConfig(data=2, fsdp=2, tensor=2), 2, None),
+        (MeshConfig(data=1, fsdp=4, tensor=2), 1, None),
+        (MeshConfig(data=1, fsdp=4, tensor=2), 1, 12),
+        (MeshConfig(data=2, fsdp=1, tensor=4), 1, None),  # more than the two kv heads
     ],
     ids=lambda x: "-".join(map(str, dataclasses.astuple(x))) if isinstance(x, MeshConfig) else str(x),
 )
-def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches):
+def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches, mlp_tile):
     expected_at_birth, expected, expected_metrics = two_updates(None, 1)
-    at_birth, state, metrics = two_updates(mesh_config, micro_batches)
+    at_birth, state, metrics = two_updates(mesh_config, micro_batches, mlp_tile)
     for name, value in expected_at_birth.params.items():
         np.testing.assert_array_equal(at_birth.params[name], value, err_msg=f"{name} at birth")
     for numbers, wanted in zip(metrics, expected_metrics, strict=True):

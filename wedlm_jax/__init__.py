@@ -1,6 +1,12 @@
 """WeDLM in JAX: diffusion language models that decode in parallel under plain causal attention (arXiv 2512.22737)."""
 
 import os
+import sys
+
+from wedlm_jax.host_memory import use_huge_pages
+
+if sys.argv[:1] == ["-m"]:
+    use_huge_pages()  # `python -m wedlm_jax.train` and the like, while Python looks for the module: nothing has happened yet
 
 # transformers serves tokenizers and chat templates here; that it finds no PyTorch is none of the user's concern.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -125,7 +125,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         need = f"needs {used[1]} of the {used[2]} of a chip" if used else str(error).partition("\n")[0]
         raise UserError(
             f"{experiment.name} does not fit {topology}: it {need}; "
-            "set model.remat=full, raise train.micro_batches or mesh.fsdp, or take a larger slice"
+            "set model.remat=full or model.mlp_tile=2048, raise train.micro_batches or mesh.fsdp, or take a larger slice"
         ) from None
     memory = compiled.memory_analysis()
     return StepReport(

@@ -39,7 +39,6 @@ from wedlm_jax.evals.speed import Speed, Work, compare, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.tasks import task, text_continuation
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.version import __version__
@@ -233,7 +232,6 @@ def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates:
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     args = parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:]))
     require_positive(args, "batches", "outputs", "repeats")
     if min(args.prompts, default=-1) < 0:

@@ -27,7 +27,6 @@ from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -141,7 +140,6 @@ def findings(name: str, points: Sequence[Point]) -> list[str]:
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     args = parse(
         Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__, args=spell_none(sys.argv[1:])
     )

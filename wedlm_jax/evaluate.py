@@ -40,7 +40,6 @@ from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, swee
 from wedlm_jax.evals.tasks import Task, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.version import __version__
@@ -260,7 +259,6 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")

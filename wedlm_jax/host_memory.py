@@ -1,29 +1,27 @@
-"""Keep freed host memory in the process.
+"""Host memory in pages of 2 MiB.
 
-XLA on CPU allocates a step's buffers anew each time. glibc hands large blocks back to the kernel when they are freed and
-takes them again page by page: 87,000 page faults in one step of the quickstart, against 9,000 (benchmarks/RESULTS.md).
+XLA on CPU allocates a step's buffers anew each time. glibc takes large blocks from the kernel and hands them back when they are
+freed, so that every step finds its memory again page by page: 58,500 faults in a step of the quickstart with pages of 4 KiB,
+500 with pages of 2 MiB (benchmarks/RESULTS.md). Blocks kept in the process instead (mallopt) cost no fault, but leave holes of a
+whole step's size.
 """
 
 from __future__ import annotations
 
-import ctypes
+import os
 import sys
 
-# mallopt(3), from malloc.h
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+TUNABLE = "glibc.malloc.hugetlb"
 
 
-def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed. Call it before JAX starts its threads.
+def use_huge_pages() -> None:
+    """Starts the process anew, with glibc (2.35 or later) told to ask for huge pages: it reads its settings as a process starts.
 
-    Does nothing where the C library is another one.
+    Call it before anything that must not happen twice. It does nothing where the environment has a word on it already, such as
+    `GLIBC_TUNABLES=glibc.malloc.hugetlb=0`; C libraries and kernels that cannot do it ignore it.
     """
-    if not sys.platform.startswith("linux"):
+    settings = os.environ.get("GLIBC_TUNABLES", "")
+    if sys.platform != "linux" or not sys.executable or TUNABLE in settings:
         return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    mallopt(M_ARENA_MAX, 1)  # the arenas of other threads are too small for these blocks
-    mallopt(M_MMAP_MAX, 0)
-    mallopt(M_TRIM_THRESHOLD, -1)  # never
-    mallopt(M_TOP_PAD, 2**26)
+    os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, (settings, f"{TUNABLE}=1")))  # 1: by madvise
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

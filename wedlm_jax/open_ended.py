@@ -32,7 +32,6 @@ from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.version import __version__
 
@@ -154,7 +153,6 @@ def levels_table(found: OpenEnded) -> Table:
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     args = parse(
         OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__, args=spell_none(sys.argv[1:])
     )

@@ -36,7 +36,6 @@ from wedlm_jax.evals.tradeoff import (
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.version import __version__
 
 
@@ -116,7 +115,6 @@ def _failures(points: list[Point], accuracy: float, whose: str) -> str:
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     args = parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__, args=spell_none(sys.argv[1:]))
     require_positive(args, "windows", "limit", "batch_size")
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}

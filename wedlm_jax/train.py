@@ -20,7 +20,6 @@ from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
 from wedlm_jax.flags import parse
-from wedlm_jax.host_memory import keep_freed_memory
 from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
@@ -62,7 +61,6 @@ class Flags:
 
 @entry
 def main() -> None:
-    keep_freed_memory()
     flags = parse(Flags, prog="python -m wedlm_jax.train", config=(tyro.conf.FlagCreatePairsOff,))
     if flags.list:
         for name, summary in list_experiments().items():

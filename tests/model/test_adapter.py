@@ -87,8 +87,9 @@ def test_rows_that_are_no_masks_keep_every_bit(changes, apart):
             np.testing.assert_array_equal(np.asarray(new)[:, row, :, :stop], np.asarray(old)[:, row, :, :stop])
 
 
-def test_the_memory_stream_keeps_every_bit():
-    config, own = adapted(ON_MASKS, head_dim=16)
+@pytest.mark.parametrize("mlp_tile", [None, 4])
+def test_the_memory_stream_keeps_every_bit(mlp_tile):
+    config, own = adapted(ON_MASKS, head_dim=16, mlp_tile=mlp_tile)
     segments = jnp.ones((3, 4), jnp.int32)
     positions = jnp.tile(jnp.arange(4), (3, 2))
     masked = jnp.asarray(MASKED).at[:, :4].set(False)

@@ -39,6 +39,7 @@ CHANGES = {
     "param_dtype": ("bfloat16", {"params", "logits"}),
     "matmul_precision": ("default", {"program"}),
     "remat": ("full", {"program"}),
+    "mlp_tile": (4, {"program"}),
     "attention": ("splash", {"check"}),
     "adapter": (AdapterConfig(), {"params"}),
 }
@@ -125,9 +126,11 @@ def is_a_sum(product: str) -> bool:
 @pytest.mark.parametrize(
     ("precision", "expected"), [("highest", {"HIGHEST"}), ("high", {"HIGH"}), ("default", {"DEFAULT"})]
 )
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat):
-    text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat))
+@pytest.mark.parametrize(
+    ("remat", "mlp_tile"), [("none", None), ("dots", None), ("full", None), ("none", 4), ("full", 4)]
+)
+def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat, mlp_tile):
+    text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat, mlp_tile=mlp_tile))
     # Sums that are written as products, those of the norms and of the merge, stand in float32 whatever the setting.
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and not is_a_sum(line)]
     assert len(products) > 20
@@ -176,6 +179,7 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
+        ({"mlp_tile": 0}, "model.mlp_tile=0 is no number of tokens; give 1 or more, or none for all at once"),
         (
             {"position_embedding_type": "alibi"},
             "position_embedding_type='alibi' is unknown; choose rope or learned_abs",

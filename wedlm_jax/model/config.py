@@ -49,11 +49,16 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
+    mlp_tile: int | None = None  # tokens of a row in the MLP at once, which the backward pass computes again; None: all
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
     def __post_init__(self) -> None:
         if self.remat not in ("none", "dots", "full"):
             raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
+        if self.mlp_tile is not None and self.mlp_tile < 1:
+            raise UserError(
+                f"model.mlp_tile={self.mlp_tile} is no number of tokens; give 1 or more, or none for all at once"
+            )
         if self.attention not in get_args(Implementation):
             choices = ", ".join(get_args(Implementation))
             raise UserError(f"model.attention={self.attention!r} is unknown; choose one of {choices}")
@@ -79,4 +84,5 @@ class ModelOverrides:
     param_dtype: DType | None = None  # None: float32
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: Literal["none", "dots", "full"] | None = None
+    mlp_tile: int | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are

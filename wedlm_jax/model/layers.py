@@ -16,6 +16,7 @@ from wedlm_jax.model.patterns import CachedWindow, Pattern
 from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.ops.rms_norm import rms_norm
 from wedlm_jax.ops.swiglu import swiglu
+from wedlm_jax.ops.tiles import by_tiles
 from wedlm_jax.sharding import constrain
 
 EMBEDDING_STDDEV = 0.02
@@ -218,6 +219,7 @@ class Layer(nnx.Module):
         self.attention = Attention(config, rngs=rngs)
         self.post_attention_norm = RMSNorm(config, config.hidden_size, "embed")
         self.mlp = MLP(config, rngs=rngs)
+        self.mlp_tile = config.mlp_tile
 
     def __call__(
         self,
@@ -235,4 +237,9 @@ class Layer(nnx.Module):
 
     def after_attention(self, x_BLD: jax.Array, mixed_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         x_BLD = constrain(x_BLD + mixed_BLD, "batch", None, None)
-        return constrain(x_BLD + self.mlp(self.post_attention_norm(x_BLD), adapted), "batch", None, None)
+
+        def mlp(x_BLD: jax.Array, *adapted_rows: jax.Array) -> jax.Array:
+            return self.mlp(self.post_attention_norm(x_BLD), *adapted_rows or (adapted,))
+
+        adapted_rows = () if isinstance(adapted, bool) else (adapted,)
+        return constrain(x_BLD + by_tiles(mlp, self.mlp_tile, x_BLD, *adapted_rows), "batch", None, None)
