@@ -60,7 +60,9 @@ CHANGED = {
     },
     MeshConfig: {"data": 4, "fsdp": 4, "tensor": 4},
     TokenizerConfig: {"path": "tokenizer", "vocab_size": 270},
-    ModelOverrides: {"dtype": "bfloat16", "param_dtype": "bfloat16", "matmul_precision": "highest", "remat": "full"},
+    ModelOverrides: {
+        "dtype": "bfloat16", "param_dtype": "bfloat16", "matmul_precision": "highest", "remat": "full", "mlp_tile": 4,
+    },
     EvaluationConfig: {
         "tasks": ("copying",), "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,
         "text_prompt_characters": 90, "batch_size": 2, "max_new_tokens": 9, "window_size": 4, "entropy_thresholds": (0.3,),

@@ -23,6 +23,7 @@ CONFIGS = {
     "bfloat16": dataclasses.replace(TINY, dtype="bfloat16"),
     "adapter": dataclasses.replace(TINY, adapter=AdapterConfig(rank=2, alpha=4.0)),
     "remat": dataclasses.replace(TINY, remat="full"),
+    "tiles": dataclasses.replace(TINY, mlp_tile=3),
 }
 LENGTH = np.array([0, 5, 9], np.int32)
 
