@@ -9,7 +9,6 @@ tells its peak.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import statistics
@@ -98,8 +97,7 @@ def compare(flags: Flags, length: int, model: ModelConfig, tokens: np.ndarray) -
     ours = Side(
         "our step",
         [sys.executable, "-m", "benchmarks.our_step"],
-        {name: value for name, value in dataclasses.asdict(flags).items() if name in OF_OUR_STEP}
-        | {"lengths": [length]},
+        {name: getattr(flags, name) for name in OF_OUR_STEP} | {"lengths": [length]},
     )
     job = {
         "tokens": tokens.ravel().tolist(),

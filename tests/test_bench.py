@@ -65,10 +65,18 @@ def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_
     assert "Streaming beside the official engine" in out and "2 rows part" in " ".join(out.split())
 
 
-def test_it_says_where_ar_wins():
-    def speed(decoder, batch, over_ar):
-        return Speed(Work("counting", batch, 8, 6), decoder, 6, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, over_ar, 1)
+def speed(decoder, batch, over_ar, tokens=6):
+    return Speed(Work("counting", batch, 8, 6), decoder, tokens, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, over_ar, 1)
 
+
+def test_it_says_which_completions_are_shorter_than_what_was_asked_for():
+    speeds = [speed("ar", 1, 1.0), speed("ar", 8, 1.0, tokens=12), speed("verified", 8, 2.0, tokens=12)]
+    [line] = command.where_rows_ended_early(speeds)
+    assert line == "An end token came sooner on: counting, batch 8, 8 + 6 tokens (1.5 a row); --ignore-end decodes on."
+    assert command.where_rows_ended_early(speeds[:1]) == []
+
+
+def test_it_says_where_ar_wins():
     speeds = [speed("ar", 1, 1.0), speed("verified", 1, 2.0), speed("verified", 64, 0.7), speed("lookup", 1, 1.1)]
     assert command.where_ar_wins(speeds) == ["AR is faster than verified on: counting, batch 64, 8 + 6 tokens (0.70x)."]
 

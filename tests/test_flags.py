@@ -56,6 +56,19 @@ def test_the_help_is_shown_as_ever(capsys):
     assert "a number" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("margin", ["", "    "])
+def test_each_example_of_the_help_is_a_line(margin, capsys):
+    examples = ["python -m command --number 1", "python -m command --number 2"]
+    with pytest.raises(SystemExit):
+        parse(
+            Flags,
+            prog="command",
+            args=["--help"],
+            description="\n".join(["Does.", "", *(margin + e for e in examples)]),
+        )
+    assert {f"$ {example}" for example in examples} <= set(map(str.strip, capsys.readouterr().out.splitlines()))
+
+
 @pytest.mark.parametrize(
     ("command", "needed"),
     [

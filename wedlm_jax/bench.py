@@ -123,6 +123,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if besides:
         console.print(beside_table(besides))
     for line in [
+        *where_rows_ended_early(speeds),
         *where_ar_wins([speed for speed in speeds if speed.decoder not in args.baseline]),
         *where_they_part(besides),
     ]:
@@ -213,6 +214,16 @@ def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
         f"AR is faster than {decoder} on: {'; '.join(f'{s.work} ({s.speedup_over_ar:.2f}x)' for s in found)}."
         for decoder, found in slower.items()
     ]
+
+
+def where_rows_ended_early(speeds: Sequence[Speed]) -> list[str]:
+    """One line, where there is such work."""
+    ended = [
+        f"{s.work} ({s.generated_tokens / s.work.batch:.1f} a row)"
+        for s in speeds
+        if s.decoder == "ar" and s.generated_tokens < s.work.batch * s.work.output_tokens
+    ]
+    return [f"An end token came sooner on: {'; '.join(ended)}; --ignore-end decodes on."] if ended else []
 
 
 def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates) -> None:

@@ -24,24 +24,30 @@ AdapterFlag = Annotated[
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"[╭╮╰╯│─]+|-{3,}")
+_EXAMPLE = re.compile(r"^ *(?=python -m )", re.MULTILINE)
 
 
-def parse(flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, **options: Any) -> Flags:
+def parse(
+    flags: type[Flags], *, prog: str, args: Sequence[str] | None = None, description: str | None = None, **options: Any
+) -> Flags:
     """The flags of a command.
 
     Args:
       flags: a dataclass; its fields are the flags.
       prog: how the command is started, for the help.
       args: the command line; that of the process if not given.
+      description: for the help; the docstring of `flags` if not given. Examples in it are lines that begin with `python -m`.
       **options: of `tyro.cli`.
 
     Raises:
       UserError: a flag is unknown, missing or of the wrong type.
     """
+    if description is not None:
+        description = _EXAMPLE.sub("$ ", description)  # tyro joins lines that begin with a letter
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(flags, prog=prog, args=args, **options)
+            return tyro.cli(flags, prog=prog, args=args, description=description, **options)
     except SystemExit as exit:
         if exit.code in (None, 0):
             raise

@@ -238,8 +238,8 @@ class Layer(nnx.Module):
     def after_attention(self, x_BLD: jax.Array, mixed_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         x_BLD = constrain(x_BLD + mixed_BLD, "batch", None, None)
 
-        def mlp(x_BLD: jax.Array, *adapted_rows: jax.Array) -> jax.Array:
-            return self.mlp(self.post_attention_norm(x_BLD), *adapted_rows or (adapted,))
+        def mlp(x_BLD: jax.Array, adapted: AdaptedRows = adapted) -> jax.Array:
+            return self.mlp(self.post_attention_norm(x_BLD), adapted)
 
-        adapted_rows = () if isinstance(adapted, bool) else (adapted,)
-        return constrain(x_BLD + by_tiles(mlp, self.mlp_tile, x_BLD, *adapted_rows), "batch", None, None)
+        rows = () if isinstance(adapted, bool) else (adapted,)
+        return constrain(x_BLD + by_tiles(mlp, self.mlp_tile, x_BLD, *rows), "batch", None, None)
