@@ -15,6 +15,7 @@ from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model.patterns import of_read
 from wedlm_jax.model.slot_cost import ON_CPU_FROM_CACHE
 
 from ..reference.transformer import ReferenceTransformer
@@ -96,10 +97,10 @@ class Reciter(nnx.Module):
     def empty_cache(self, batch, slots):
         return ()
 
-    def hidden(self, tokens, *, positions, pattern=None, masked=None, cache=None):
+    def hidden(self, tokens, *, positions, pattern, masked=None, cache=None):
         next_token = self.chain[...][jnp.minimum(positions + 1, self.chain.shape[0] - 1)]
         own_token = self.drafts[...][jnp.minimum(positions, self.drafts.shape[0] - 1)]
-        predicted = jnp.where(tokens == self.mask_token_id, own_token, next_token)
+        predicted = of_read(pattern, jnp.where(tokens == self.mask_token_id, own_token, next_token))
         return 30 * jax.nn.one_hot(predicted, self.config.vocab_size), cache
 
     def logits(self, hidden):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from wedlm_jax.decode import prefill as rooms
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.weights import with_layers_apart
 
 from ..quick_jit import quick_jit
 from .models import MASK, TINY, config_of, tiny_model
@@ -56,6 +58,19 @@ def test_masks_that_ride_say_what_a_forward_behind_the_prompt_says(chunk, start)
         jnp.full((3, 3), MASK), positions=behind[:, None] + jnp.arange(3), pattern=CachedWindow(behind), cache=whole
     )
     np.testing.assert_allclose(riding, expected, atol=1e-4)
+
+
+def test_masks_that_ride_are_all_that_goes_through_the_last_layer():
+    """Of everything else it takes keys and values, as where no mask rides."""
+
+    def operations(chunk: int, masks: int) -> float:
+        transformer = with_layers_apart(tiny_model().transformer)
+        fill = functools.partial(rooms.fill_cache, transformer, chunk=chunk, masks=masks)
+        cache, spans = transformer.empty_cache(3, 24), (jnp.asarray(x, jnp.int32) for x in ((0, 0, 0), LENGTHS))
+        return jax.jit(fill).lower(cache, jnp.asarray(PROMPT), *spans, SETTINGS).compile().cost_analysis()["flops"]
+
+    of_all, riding = operations(16, 0), operations(14, 2)
+    assert of_all < riding < (1 + 0.7 / TINY.num_layers) * of_all
 
 
 def test_a_prompt_is_continued_behind_what_is_cached():

@@ -11,7 +11,7 @@ from flax import nnx
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
-from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.weights import Weights, with_layers_apart
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
@@ -29,13 +29,13 @@ LENGTH = np.array([0, 5, 9], np.int32)
 
 
 @jax.jit
-def window(weights, tokens, masked):
-    """Hidden states and cache of two windows, one behind the other."""
+def window(weights, tokens, masked, read=None):
+    """Hidden states, those that are `read`, and cache of two windows, one behind the other."""
     with weights.transformer() as transformer:
         cache, length = transformer.empty_cache(len(LENGTH), 24), jnp.asarray(LENGTH)
         for _ in range(2):
             positions = length[:, None] + jnp.arange(tokens.shape[1])
-            options = dict(positions=positions, pattern=CachedWindow(length), masked=masked, cache=cache)
+            options = dict(positions=positions, pattern=CachedWindow(length, read), masked=masked, cache=cache)
             hidden, cache = transformer.hidden(tokens, **options)
             length = length + tokens.shape[1]
         return hidden, cache
@@ -51,13 +51,17 @@ def test_layers_apart_compute_what_their_stack_computes(config):
     tokens, masked = noise.integers(0, config.vocab_size, (3, 4)), jnp.arange(4) >= jnp.array([[2], [4], [0]])
     stacked, apart = Weights.of(transformer), Weights.of(with_layers_apart(transformer))
     expected, expected_cache = window(stacked, tokens, masked)
-    hidden, cache = window(apart, tokens, masked)
     atol = 0.05 if config.dtype == "bfloat16" else 1e-5
-    np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(expected, np.float32), atol=atol)
-    assert len(cache) == config.num_layers
-    for name in "kv":
-        found = jnp.concatenate([getattr(of_layer, name) for of_layer in cache]).astype(jnp.float32)
-        np.testing.assert_allclose(found, getattr(expected_cache, name).astype(jnp.float32), atol=atol)
+    read = jnp.array([[3, 1], [0, 2], [1, 1]])
+    for weights, of_these in ((apart, None), (apart, read), (stacked, read)):
+        hidden, cache = window(weights, tokens, masked, of_these)
+        wanted = of_read(CachedWindow(LENGTH, of_these), expected)
+        np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(wanted, np.float32), atol=atol)
+        caches = [cache] if weights is stacked else cache
+        assert len(caches) == (1 if weights is stacked else config.num_layers)
+        for name in "kv":
+            found = jnp.concatenate([getattr(of_layer, name) for of_layer in caches]).astype(jnp.float32)
+            np.testing.assert_allclose(found, getattr(expected_cache, name).astype(jnp.float32), atol=atol)
 
 
 def test_layers_apart_are_views_of_the_stack():

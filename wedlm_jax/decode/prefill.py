@@ -118,12 +118,11 @@ def fill_cache(
             return transformer.hidden(fed, positions=positions, pattern=CachedWindow(cursor), cache=cache)[1], None
         masked = positions >= stop[:, None]
         fed = jnp.where(masked, jnp.maximum(settings.mask_token_id, 0)[:, None], fed)
-        new_BTD, cache = transformer.hidden(
-            fed, positions=positions, pattern=CachedWindow(cursor), masked=masked, cache=cache
-        )
-        # A token, and a mask too many, points past the end, where a dropped write goes.
-        place = jnp.where(masked, positions - stop[:, None], masks)
-        return cache, hidden_BMD.at[jnp.arange(B)[:, None], place].set(new_BTD, mode="drop")
+        place = (stop - cursor)[:, None] + jnp.arange(masks)[None, :]  # of the masks; in this chunk or in another
+        window = CachedWindow(cursor, read=jnp.clip(place, 0, width - 1))
+        new_BMD, cache = transformer.hidden(fed, positions=positions, pattern=window, masked=masked, cache=cache)
+        here = (place >= 0) & (place < width)
+        return cache, jnp.where(here[..., None], new_BMD, hidden_BMD)
 
     config = transformer.config
     hidden_BMD = jnp.zeros((B, masks, config.hidden_size), config.dtype) if masks else None

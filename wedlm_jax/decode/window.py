@@ -15,7 +15,7 @@ from wedlm_jax.decode.sampling import sample
 from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import Cache
-from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import log_prob
 
@@ -107,18 +107,18 @@ def window_forward(
         cache: Cache,
         reading: Reading,
     ) -> tuple[Cache, Reading]:
+        slots, pattern = order[:, :width], CachedWindow(length)
+        if most_read < width:
+            first = jnp.argsort(~jnp.take_along_axis(read, slots, axis=1), axis=1, stable=True)[:, :most_read]
+            pattern = CachedWindow(length, read=first)
         hidden, cache = transformer.hidden(
             tokens[:, :width],
-            positions=length[:, None] + order[:, :width],
-            pattern=CachedWindow(length),
+            positions=length[:, None] + slots,
+            pattern=pattern,
             masked=None if masked is None else masked[:, :width],
             cache=cache,
         )
-        slots = order[:, :width]
-        if most_read < width:
-            first = jnp.argsort(~jnp.take_along_axis(read, slots, axis=1), axis=1, stable=True)[:, :most_read]
-            slots = jnp.take_along_axis(slots, first, axis=1)
-            hidden = jnp.take_along_axis(hidden, first[..., None], axis=1)
+        slots = of_read(pattern, slots)
         logits = transformer.logits(hidden)
         # What fills up a row that reads less points past the end, where a dropped write goes.
         place = jnp.where(jnp.take_along_axis(read, slots, axis=1), slots, C)

@@ -75,7 +75,8 @@ class Model:
         masked: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """Hidden states after the final norm [B, L, D]; with a cache, the pair (hidden states, new cache).
+        """Hidden states after the final norm [B, L, D], or of those that the pattern `read`s; with a cache, the pair (hidden
+        states, new cache).
 
         Args:
           tokens: int [B, L], in physical order.

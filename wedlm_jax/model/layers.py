@@ -12,7 +12,7 @@ from flax import nnx
 from wedlm_jax.model.adapter import Target
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.model.patterns import CachedWindow, Pattern
+from wedlm_jax.model.patterns import CachedWindow, Pattern, of_read
 from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.ops.rms_norm import rms_norm
 from wedlm_jax.ops.swiglu import swiglu
@@ -179,7 +179,7 @@ class Attention(nnx.Module):
             out, cache = pattern(q, k, v, self.implementation, cache=cache, layer=layer)
         else:
             out = pattern(q, k, v, self.implementation)
-        return self.o_proj(out, adapted), cache
+        return self.o_proj(out, of_read(pattern, adapted)), cache
 
     def queries_keys_values(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array] | None, adapted: AdaptedRows = False
@@ -233,7 +233,7 @@ class Layer(nnx.Module):
     ) -> tuple[jax.Array, KVCache | None]:
         x_normed = self.input_norm(x_BLD)
         mixed, cache = self.attention(x_normed, rope=rope, pattern=pattern, cache=cache, layer=layer, adapted=adapted)
-        return self.after_attention(x_BLD, mixed, adapted), cache
+        return self.after_attention(of_read(pattern, x_BLD), mixed, of_read(pattern, adapted)), cache
 
     def after_attention(self, x_BLD: jax.Array, mixed_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         x_BLD = constrain(x_BLD + mixed_BLD, "batch", None, None)

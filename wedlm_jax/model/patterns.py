@@ -8,7 +8,7 @@ document; without masks it is the position.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import chex
 import jax
@@ -156,10 +156,12 @@ class DualStream:
 class CachedWindow:
     """T tokens behind a cache: row b's tokens take the slots length[b] + 0 .. T - 1 and see every slot up to their own.
 
-    Prefill is the same with length 0. The window is written before it is read, so one key range per query says it all.
+    Prefill is the same with length 0. The window is written before it is read, so one key range per query says it all. Where
+    only some tokens are `read`, the last layer needs queries of these alone, and of the others keys and values.
     """
 
     length: jax.Array  # [B]: the cursor, the number of committed slots
+    read: jax.Array | None = None  # int [B, M], in [0, T): the tokens whose hidden states are wanted; None: all
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto",
@@ -169,20 +171,21 @@ class CachedWindow:
         split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
         split = split and choose(implementation, {}) == "tokamax"
 
-        def write_and_attend(q, k, v, k_cache, v_cache, length, layer):
+        def write_and_attend(q, k, v, k_cache, v_cache, length, end, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
-            end = length[:, None] + jnp.arange(1, q.shape[1] + 1)
             return attend_cache(q, cache.k, cache.v, layer, end, split=split), cache.k, cache.v
 
         # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
+        end = of_read(self, self.physical_index(q.shape[1])) + 1
+        q = of_read(self, q)
         k, v = (repeat_heads(x, cache.k.shape[2]) for x in (k, v))
         heads, kv_heads = ("heads", "kv_heads") if axes_over("kv_heads", k.shape[2]) else (None, None)
         rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", kv_heads, None, None)
         out, *cached = over_mesh(
             write_and_attend,
-            (("batch", None, heads, None), rows, rows, in_cache, in_cache, ("batch",), ()),
+            (("batch", None, heads, None), rows, rows, in_cache, in_cache, ("batch",), ("batch", None), ()),
             (("batch", None, heads, None), in_cache, in_cache),
-            *(q, k, v, cache.k, cache.v, self.length, jnp.asarray(layer)),
+            *(q, k, v, cache.k, cache.v, self.length, end, jnp.asarray(layer)),
         )
         return out, KVCache(*cached)
 
@@ -192,6 +195,19 @@ class CachedWindow:
 
 
 Pattern = Causal | DualStream | CachedWindow
+Rows = TypeVar("Rows", jax.Array, jax.Array | bool)
+
+
+def of_read(pattern: Pattern, x: Rows) -> Rows:
+    """Of an array [B, T, ...] what belongs to the tokens that the pattern reads; a bool that holds for all stays."""
+    if not isinstance(pattern, CachedWindow) or pattern.read is None or isinstance(x, bool):
+        return x
+    return jnp.take_along_axis(x, jnp.expand_dims(pattern.read, range(2, x.ndim)), axis=1)
+
+
+def reading_all(pattern: Pattern) -> Pattern:
+    """As layers need it that others follow."""
+    return dataclasses.replace(pattern, read=None) if isinstance(pattern, CachedWindow) else pattern
 
 
 def _attend(

@@ -12,7 +12,7 @@ from flax import nnx
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache, KVCache
 from wedlm_jax.model.layers import EMBEDDING_STDDEV, AdaptedRows, Embedding, Layer, Linear, RMSNorm
-from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern
+from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern, of_read, reading_all
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
 from wedlm_jax.ops.cross_entropy import Cut, cross_entropy
@@ -99,7 +99,8 @@ class Transformer(nnx.Module):
           cache: the KV cache that a `CachedWindow` pattern writes and reads.
 
         Returns:
-          The hidden states after the final norm [B, L, D]; with a cache, the pair (hidden states, new cache).
+          The hidden states after the final norm [B, L, D], or [B, M, D] where the pattern says which of them are `read`; with
+          a cache, the pair (hidden states, new cache).
         """
         chex.assert_rank(tokens, 2)
         chex.assert_type([tokens, positions], int)
@@ -134,32 +135,37 @@ class Transformer(nnx.Module):
         assert isinstance(self.layers, Layer)
         return nnx.split(self.layers)
 
-    def _run_stack(self, x_BLD: jax.Array, cache: KVCache | None, **given: Any) -> tuple[jax.Array, KVCache | None]:
+    def _run_stack(
+        self, x_BLD: jax.Array, cache: KVCache | None, *, pattern: Pattern, **given: Any
+    ) -> tuple[jax.Array, KVCache | None]:
         graph, stacked = self.split_stack()
+        of_layers = reading_all(pattern)
 
         def run_layer(carry, index_and_state):
             index, state = index_and_state
-            return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, **given), None
+            return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, pattern=of_layers, **given), None
 
         if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
             run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
         # The cache rides in the carry: as scanned input and output it would be copied at every step.
         indexed = (jnp.arange(self.config.num_layers), stacked)
-        return jax.lax.scan(run_layer, (x_BLD, cache), indexed)[0]
+        x_BLD, cache = jax.lax.scan(run_layer, (x_BLD, cache), indexed)[0]
+        return of_read(pattern, x_BLD), cache
 
     def _run_list(
-        self, x_BLD: jax.Array, cache: tuple[KVCache, ...] | None, **given: Any
+        self, x_BLD: jax.Array, cache: tuple[KVCache, ...] | None, *, pattern: Pattern, **given: Any
     ) -> tuple[jax.Array, tuple[KVCache, ...] | None]:
         assert isinstance(self.layers, nnx.List)
         graph, _ = nnx.split(self.layers[0])
 
-        @jax.jit  # so that one trace serves all layers
-        def run_layer(state, x_BLD, cache):
-            return nnx.merge(graph, state)(x_BLD, cache=cache, layer=0, **given)
+        @jax.jit  # so that one trace serves all layers, or all but the last
+        def run_layer(state, x_BLD, cache, pattern):
+            return nnx.merge(graph, state)(x_BLD, cache=cache, layer=0, pattern=pattern, **given)
 
-        of_layers = []
-        for number, layer in enumerate(self.layers):
-            x_BLD, of_layer = run_layer(nnx.state(layer), x_BLD, None if cache is None else cache[number])
+        of_layers, before_last = [], reading_all(pattern)
+        for number, layer in enumerate(self.layers, 1):
+            of_this = pattern if number == len(self.layers) else before_last
+            x_BLD, of_layer = run_layer(nnx.state(layer), x_BLD, None if cache is None else cache[number - 1], of_this)
             of_layers.append(of_layer)
         return x_BLD, None if cache is None else tuple(of_layers)
 
