@@ -167,6 +167,8 @@ class CachedWindow:
         self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto",
         *, cache: KVCache, layer: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:  # fmt: skip
+        end = of_read(self, self.physical_index(q.shape[1])) + 1
+        q = of_read(self, q)
         # Splash has no cache, so only the GPU kernels are a choice beside XLA.
         split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
         split = split and choose(implementation, {}) == "tokamax"
@@ -176,8 +178,6 @@ class CachedWindow:
             return attend_cache(q, cache.k, cache.v, layer, end, split=split), cache.k, cache.v
 
         # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
-        end = of_read(self, self.physical_index(q.shape[1])) + 1
-        q = of_read(self, q)
         k, v = (repeat_heads(x, cache.k.shape[2]) for x in (k, v))
         heads, kv_heads = ("heads", "kv_heads") if axes_over("kv_heads", k.shape[2]) else (None, None)
         rows, in_cache = ("batch", None, kv_heads, None), (None, "batch", kv_heads, None, None)

@@ -139,11 +139,11 @@ class Transformer(nnx.Module):
         self, x_BLD: jax.Array, cache: KVCache | None, *, pattern: Pattern, **given: Any
     ) -> tuple[jax.Array, KVCache | None]:
         graph, stacked = self.split_stack()
-        of_layers = reading_all(pattern)
+        of_each = reading_all(pattern)
 
         def run_layer(carry, index_and_state):
             index, state = index_and_state
-            return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, pattern=of_layers, **given), None
+            return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, pattern=of_each, **given), None
 
         if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
             run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
