@@ -70,10 +70,12 @@ def speed(decoder, batch, over_ar, tokens=6):
 
 
 def test_it_says_which_completions_are_shorter_than_what_was_asked_for():
-    speeds = [speed("ar", 1, 1.0), speed("ar", 8, 1.0, tokens=12), speed("verified", 8, 2.0, tokens=12)]
-    [line] = command.where_rows_ended_early(speeds)
-    assert line == "An end token came sooner on: counting, batch 8, 8 + 6 tokens (1.5 a row); --ignore-end decodes on."
-    assert command.where_rows_ended_early(speeds[:1]) == []
+    whole = [speed("ar", 1, 1.0), speed("streaming", 1, 2.0), speed("ar", 8, 1.0, tokens=48)]
+    assert command.where_rows_ended_early(whole) == []
+    [line] = command.where_rows_ended_early([*whole, speed("streaming", 8, 2.0, tokens=12)])
+    assert line == (
+        "Ended sooner: counting, batch 8, 8 + 6 tokens (down to 1.5 a row). --ignore-end decodes on behind an end token."
+    )
 
 
 def test_it_says_where_ar_wins():

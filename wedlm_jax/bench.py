@@ -217,13 +217,13 @@ def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
 
 
 def where_rows_ended_early(speeds: Sequence[Speed]) -> list[str]:
-    """One line, where there is such work."""
-    ended = [
-        f"{s.work} ({s.generated_tokens / s.work.batch:.1f} a row)"
-        for s in speeds
-        if s.decoder == "ar" and s.generated_tokens < s.work.batch * s.work.output_tokens
-    ]
-    return [f"An end token came sooner on: {'; '.join(ended)}; --ignore-end decodes on."] if ended else []
+    """One line about the work of which some decoder returned less than was asked for, if there is any."""
+    least: dict[Work, float] = {}
+    for speed in speeds:
+        of_row = speed.generated_tokens / speed.work.batch
+        least[speed.work] = min(of_row, least.get(speed.work, of_row))
+    ended = [f"{work} (down to {tokens:.1f} a row)" for work, tokens in least.items() if tokens < work.output_tokens]
+    return [f"Ended sooner: {'; '.join(ended)}. --ignore-end decodes on behind an end token."] if ended else []
 
 
 def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates) -> None:

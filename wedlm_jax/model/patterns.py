@@ -206,7 +206,7 @@ def of_read(pattern: Pattern, x: Rows) -> Rows:
 
 
 def reading_all(pattern: Pattern) -> Pattern:
-    """As layers need it that others follow."""
+    """The pattern of a layer that another one follows, which needs all tokens."""
     return dataclasses.replace(pattern, read=None) if isinstance(pattern, CachedWindow) else pattern
 
 

@@ -162,10 +162,10 @@ class Transformer(nnx.Module):
         def run_layer(state, x_BLD, cache, pattern):
             return nnx.merge(graph, state)(x_BLD, cache=cache, layer=0, pattern=pattern, **given)
 
-        of_layers, before_last = [], reading_all(pattern)
-        for number, layer in enumerate(self.layers, 1):
-            of_this = pattern if number == len(self.layers) else before_last
-            x_BLD, of_layer = run_layer(nnx.state(layer), x_BLD, None if cache is None else cache[number - 1], of_this)
+        of_layers, before_last, last = [], reading_all(pattern), len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            of_this = pattern if number == last else before_last
+            x_BLD, of_layer = run_layer(nnx.state(layer), x_BLD, None if cache is None else cache[number], of_this)
             of_layers.append(of_layer)
         return x_BLD, None if cache is None else tuple(of_layers)
 
