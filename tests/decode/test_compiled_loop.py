@@ -16,6 +16,7 @@ from wedlm_jax.decode import loop as decode_loop
 from wedlm_jax.decode import window
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET
+from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
@@ -142,7 +143,7 @@ def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
 def test_a_step_writes_the_cache_in_place_at_every_width():
     """No copy of the cache in the compiled loop, though the step chooses between several widths."""
     positional = arguments("verified", window_size=8)
-    assert len(feeding_widths(positional[2].window.shape[1], ROWS * tiny_model().slot_cost)) >= 3
+    assert len(verified_widths(positional[2].window.shape[1], ROWS * tiny_model().slot_cost, adapts=False)) >= 3
     text = decode_loop.run.lower(*positional).compile().as_text()
     shape = positional[2].cache.k.shape
     assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
@@ -167,21 +168,24 @@ def test_a_copied_cache_would_be_seen():
     assert copies_of(shape, text)
 
 
-def test_the_forward_is_as_wide_as_what_is_fed():
-    """The same window by several widths: a program for each, none below SMALLEST_WIDTH, and the whole window at last."""
-    widths = feeding_widths(16, ROWS * tiny_model().slot_cost)
-    assert widths[0] >= 8 and widths[-1] == 16 and len(widths) >= 3
-    text = decode_loop.run.lower(*arguments("verified", window_size=8)).as_text()
-    assert all(f"tensor<3x{width}x{TINY.hidden_size}xf32>" in text for width in widths)
+@pytest.mark.parametrize("name", ["verified", "streaming_eager"])
+def test_the_forward_is_as_wide_as_what_is_fed(name):
+    """The same window by several widths: a program for each, the least for the window and one slot that is committed, which is
+    what a hard text asks for in every step, and the whole window at last."""
+    widths = feeding_widths(16, ROWS * tiny_model().slot_cost, 8 + 1)
+    assert widths[0] > 8 and widths[-1] == 16 and len(widths) >= 3
+    text = decode_loop.run.lower(*arguments(name, window_size=8)).as_text()
+    compiled = {width for width in range(1, 17) if f"tensor<3x{width}x{TINY.intermediate_size}xf32>" in text}
+    assert compiled == set(widths)
 
 
 @pytest.mark.parametrize("of_one_row", [ON_CPU, ON_CPU_FROM_CACHE, ON_ACCELERATOR])
 @pytest.mark.parametrize("rows", [1, 8, 64])
-@pytest.mark.parametrize(("slots", "least"), [(2, None), (8, None), (16, None), (32, None), (64, None), (64, 4)])
+@pytest.mark.parametrize(("slots", "least"), [(2, 1), (8, 5), (16, 8), (16, 9), (32, 16), (32, 17), (64, 33), (64, 5)])
 def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, of_one_row):
     a_slot = of_one_row * rows
     widths = feeding_widths(slots, a_slot, least)
-    lowest = max(slots // 2 if least is None else least, min(window.SMALLEST_WIDTH, slots))
+    lowest = max(least, min(window.SMALLEST_WIDTH, slots))
     assert widths[-1] == slots and list(widths) == sorted(set(widths)) and len(widths) <= 8
     for fed in range(lowest, slots + 1):
         width = next(width for width in widths if width >= fed)
@@ -190,7 +194,7 @@ def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, of_
 
 
 def test_where_slots_cost_nothing_one_width_is_compiled():
-    assert feeding_widths(32, ON_ACCELERATOR) == (32,) and len(feeding_widths(32, 64 * ON_ACCELERATOR)) > 2
+    assert feeding_widths(32, ON_ACCELERATOR, 17) == (32,) and len(feeding_widths(32, 64 * ON_ACCELERATOR, 17)) > 2
 
 
 def test_sizes_fall_into_buckets():

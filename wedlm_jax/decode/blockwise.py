@@ -38,7 +38,7 @@ def blockwise_step(
         settings,
         fed,
         masks,
-        widths=feeding_widths(C, B * slot_cost(transformer)),
+        widths=feeding_widths(C, B * slot_cost(transformer), C // 2),
         most_read=C // 2,
         score=confidence,
     )

@@ -39,7 +39,7 @@ def fallback_step(
         settings,
         fed,
         masks | (slots == last[:, None]),
-        widths=feeding_widths(C, B * slot_cost(transformer)),
+        widths=feeding_widths(C, B * slot_cost(transformer), C // 2),
         most_read=C // 2 + 1,  # W masks and the last of the run
         score=entropy,
     )

@@ -34,7 +34,8 @@ def streaming_step(
         settings,
         fed,
         masks,
-        widths=feeding_widths(C, B * slot_cost(transformer)) if refill == "eager" else (C,),
+        # W slots and the one that was committed last, where a step commits one.
+        widths=feeding_widths(C, B * slot_cost(transformer), C // 2 + 1) if refill == "eager" else (C,),
         most_read=C // 2 if refill == "eager" else C,  # W masks, never more
         score=entropy,
     )

@@ -69,5 +69,5 @@ def verified_step(
 
 
 def widths(slots: int, a_slot: float, adapts: bool) -> tuple[int, ...]:
-    """Of the forwards over so many window slots: automatic windows may be the narrowest."""
-    return feeding_widths(slots, a_slot, AUTO_WINDOWS[0] if adapts else None)
+    """Of the forwards over so many window slots: the least is a window, the narrowest automatic one, and the pending token."""
+    return feeding_widths(slots, a_slot, (AUTO_WINDOWS[0] if adapts else slots // 2) + 1)

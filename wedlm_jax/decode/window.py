@@ -40,8 +40,8 @@ class Reading:
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
-def feeding_widths(slots: int, a_slot: float, least: int | None = None) -> tuple[int, ...]:
-    """Widths to compile for a decoder that feeds `least` of its C slots or more, C / 2 if not given; the last one is C.
+def feeding_widths(slots: int, a_slot: float, least: int) -> tuple[int, ...]:
+    """Widths to compile for a decoder that mostly feeds `least` of its C slots or more; the last one is C.
 
     They lie so close that rounding up what is fed costs no more than ROUNDING, but no closer than C / 8. Where slots cost next
     to nothing that is C alone.
@@ -50,7 +50,7 @@ def feeding_widths(slots: int, a_slot: float, least: int | None = None) -> tuple
       slots: C.
       a_slot: what a further slot of every row adds to a forward, of the cost of one over a single slot.
     """
-    least = max(slots // 2 if least is None else least, SMALLEST_WIDTH)
+    least = max(least, SMALLEST_WIDTH)
     widths = [slots]
     while widths[0] > least and 1 + a_slot * widths[0] > (1 + ROUNDING) * (1 + a_slot * least):
         # The next one down is the widest that this one would serve too dearly.
