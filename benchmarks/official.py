@@ -1,10 +1,10 @@
 """Our training step beside that of the official trainer: two processes that take turns in one run.
 
-Theirs is `official_step.py`, run by an interpreter with torch; ours is `our_step.py`. They are fed the same tokens, one step
-each at a time, and answer on a pipe in lines of JSON. On a CPU their memory is read from outside, the same way for both: the
-greatest resident size from before there are parameters to after the last step, less what was resident at the start (with
-all imported and, for ours, the step compiled), for ours at least what the compiled step needs. On a GPU each one's allocator
-tells its peak.
+Theirs is `official_step.py`, run by an interpreter with torch; ours is `our_step.py`. They are fed the same tokens, two
+steps each at a time, of which the second counts, and answer on a pipe in lines of JSON. On a CPU their memory is read from
+outside, the same way for both: the greatest resident size from before there are parameters to after the last step, less what
+was resident at the start (with all imported and, for ours, the step compiled), for ours at least what the compiled step needs.
+On a GPU each one's allocator tells its peak.
 """
 
 from __future__ import annotations
@@ -111,12 +111,13 @@ def compare(flags: Flags, length: int, model: ModelConfig, tokens: np.ndarray) -
         "the official step", [flags.official_python, str(HERE / "official_step.py"), str(flags.official)], job
     )
     sides = (theirs, ours)
-    for turn in range(flags.rounds + 1):
+    for side in sides:
+        side.ask("step")  # for warming up
+    for _ in range(flags.rounds):
         for side in sides:
             time.sleep(PAUSE)
-            step = side.ask("step")
-            if turn:  # the first is for warming up
-                side.steps.append(step)
+            side.ask("step")  # not counted: a virtual machine may have handed to its host what the last one freed
+            side.steps.append(side.ask("step"))
     needed = sum(ours.about["compiled"].values())
     # Freed memory that was resident at the start is used again, and then looks like none.
     peaks = [theirs.peak(), max(ours.peak(), needed)]
