@@ -73,7 +73,8 @@ class Bench:
     """The official repository, checked out: its engine beside our streaming, steps and tokens. Without CUDA, dense code of ours
     stands in for its kernels."""
     python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
-    """The interpreter that has torch and what --baseline and --official need."""
+    """The interpreter that has torch and what --baseline and --official need: the latter transformers, safetensors, tqdm and
+    xxhash."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
