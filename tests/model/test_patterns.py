@@ -15,7 +15,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
 from wedlm_jax.model.transformer import REMAT_POLICIES
-from wedlm_jax.ops.attention import ranges
+from wedlm_jax.ops.attention import cache, ranges
 
 ROWS, BLOCKS, BLOCK_SIZE = 2, 3, 4
 L, N, H = BLOCKS * BLOCK_SIZE, 4, 6
@@ -170,6 +170,23 @@ def test_a_window_sees_the_committed_slots_of_its_row_and_causally_itself():
         np.testing.assert_allclose(out[row], expected[0], atol=5e-6)
         for new, held in ((k, after.k), (v, after.v)):
             np.testing.assert_array_equal(held[1, row, :, cursor : cursor + WINDOW].swapaxes(0, 1), new[row])
+
+
+def test_what_an_idle_row_holds_is_not_read_and_makes_no_other_row_read_more(monkeypatch):
+    """Slots behind the context that the other rows use are poisoned: to read them, masked or not, would show."""
+    monkeypatch.setattr(cache, "SMALLEST_CONTEXT", 2)
+    q, k, v, _ = random_heads(3, WINDOW, 2)
+    length = np.array([0, 5, 1])
+    clean = full_cache()
+    expected, _ = through_cache(length, q, k, v, clean, 1)
+    poisoned = KVCache(*(x.at[:, :, :, 4:].set(np.nan) for x in (clean.k, clean.v)))
+    for idle, used in (
+        (np.array([False, True, False]), np.array([0, 2])),
+        (np.array([False, True, True]), np.array([0])),
+    ):
+        out, after = CachedWindow(length, idle=idle)(q, k, v, cache=poisoned, layer=1)
+        np.testing.assert_allclose(out[used], expected[used], atol=5e-6)
+        np.testing.assert_array_equal(after.k[1, 1, :, 5:].swapaxes(0, 1), k[1])  # an idle row writes as ever
 
 
 def test_a_window_changes_its_own_slots_of_its_own_layer_alone():

@@ -107,10 +107,10 @@ def window_forward(
         cache: Cache,
         reading: Reading,
     ) -> tuple[Cache, Reading]:
-        slots, pattern = order[:, :width], CachedWindow(length)
+        slots, pattern = order[:, :width], CachedWindow(length, idle=~state.running)
         if most_read < width:
             first = jnp.argsort(~jnp.take_along_axis(read, slots, axis=1), axis=1, stable=True)[:, :most_read]
-            pattern = CachedWindow(length, read=first)
+            pattern = dataclasses.replace(pattern, read=first)
         hidden, cache = transformer.hidden(
             tokens[:, :width],
             positions=length[:, None] + slots,

@@ -157,21 +157,26 @@ class CachedWindow:
     """T tokens behind a cache: row b's tokens take the slots length[b] + 0 .. T - 1 and see every slot up to their own.
 
     Prefill is the same with length 0. The window is written before it is read, so one key range per query says it all. Where
-    only some tokens are `read`, the last layer needs queries of these alone, and of the others keys and values.
+    only some tokens are `read`, the last layer needs queries of these alone, and of the others keys and values. Rows that are
+    `idle` see one slot, whatever they hold: else the others would pay for it, as the longest context is what all rows read.
     """
 
     length: jax.Array  # [B]: the cursor, the number of committed slots
     read: jax.Array | None = None  # int [B, M], in [0, T): the tokens whose hidden states are wanted; None: all
+    idle: jax.Array | None = None  # bool [B]: rows of which no hidden state is wanted; None: none of them
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto",
         *, cache: KVCache, layer: jax.Array | int,
     ) -> tuple[jax.Array, KVCache]:  # fmt: skip
         end = of_read(self, self.physical_index(q.shape[1])) + 1
+        if self.idle is not None:
+            end = jnp.where(self.idle[:, None], 1, end)
         q = of_read(self, q)
         # Splash has no cache, so only the GPU kernels are a choice beside XLA.
         split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
-        split = split and choose(implementation, {}) == "tokamax"
+        # Its bounds on a row's ranges are those of neighbours, which the tokens that are read need not be.
+        split = split and self.read is None and choose(implementation, {}) == "tokamax"
 
         def write_and_attend(q, k, v, k_cache, v_cache, length, end, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
