@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ import pytest
 from wedlm_jax import Completion, DecodeConfig, generate
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.first_drafts import masks_in_prefill
-from wedlm_jax.decode.generation import SMALLEST_BUCKET
-from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.decode.generation import SMALLEST_BUCKET, Batch, make_request
+from wedlm_jax.decode.loop import Program, run, run_stepwise, start
 
 from .models import LOOPS, MASK, TINY, config_of, reciting_model, start_sizes, tiny_model
 
@@ -204,3 +205,23 @@ def test_every_setting_changes_something(field):
     config, value = FIELDS[field]
     changed = dataclasses.replace(config, **{field: value})
     assert outcomes(PROMPTS, config) != outcomes(PROMPTS, changed)
+
+
+@pytest.mark.parametrize("loop", ["streaming_eager", "verified", "ar"])
+def test_a_row_that_has_finished_costs_the_others_none_of_the_context_that_it_holds(loop):
+    """Behind the slots that the running row needs the cache is poisoned: to read on, masked or not, would show."""
+    model = tiny_model(0, dataclasses.replace(TINY, max_position_embeddings=2048))
+    long, short = [3, 1, 4, 1, 5] * 150, [2, 7]
+    configs = [config_of(loop, max_new_tokens=1), config_of(loop)]
+    prompts = enumerate([long, short])
+    requests = [make_request(model, prompt, configs[row], row=row, name="") for row, prompt in prompts]
+    batch = Batch(model, requests)
+    steps = run_stepwise(batch.program, model.weights, batch.state, batch.settings)
+    state = next(state for state, _ in steps if not state.running[0])
+    assert state.running[1]
+    poisoned = jax.tree.map(lambda x: x.at[:, 1, :, 512:].set(jnp.nan), state.cache)
+    with pytest.raises(StopIteration):
+        state, _ = steps.send(dataclasses.replace(state, cache=poisoned))
+        while True:
+            state, _ = next(steps)
+    assert batch.ids(state)[1] == generate(model, [short], configs[1])[0].ids

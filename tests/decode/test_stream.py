@@ -9,6 +9,7 @@ import pytest
 
 from wedlm_jax import DecodeConfig, Model, generate, stream
 from wedlm_jax.data.tokenizer import IM_END, MASK, train_tokenizer
+from wedlm_jax.decode import generation
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.errors import UserError
 
@@ -109,6 +110,29 @@ def test_a_stop_string_before_a_stop_id_wins_even_in_one_commit(loop):
     model, config = reciter("ab!", end=True), settings(loop, stop=("b",), window_size=4, block_size=4)
     completion = generate(model, ["x"], config)[0]
     assert (tokenizer().decode(completion.ids), completion.text, completion.finish_reason) == ("ab", "a", "stop")
+
+
+def test_half_a_character_is_no_stop_string():
+    """Whether it is met would depend on how many tokens come at once: AR would stop where others run on."""
+    model = reciter("a漢b☃c", end=True)
+    for loop in LOOPS:
+        [completion] = generate(model, ["x"], settings(loop, stop=("\N{REPLACEMENT CHARACTER}",)))
+        assert completion.text == "a漢b☃c"
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_looking_for_stop_strings_after_every_eighth_forward_changes_nothing(loop, monkeypatch):
+    """Rows are set back to the step that completed the string: a trace, which looks after every forward, counts the same."""
+    runs = []
+    run_steps = generation.run_steps
+    monkeypatch.setattr(generation, "run_steps", lambda *a, **k: runs.append(k["steps"]) or run_steps(*a, **k))
+    model = reciter("go to END of it, and on.", end=True)
+    configs = [settings(loop, stop=stop, max_new_tokens=32) for stop in (("END",), ("of", "to"), (".",))]
+    at_once, stepwise = (generate(model, ["x"] * 3, configs, trace=trace) for trace in (False, True))
+    assert [c.text for c in at_once] == ["go to ", "go ", "go to END of it, and on"]
+    assert [dataclasses.replace(c, trace=None) for c in stepwise] == at_once
+    assert [c.acceptance for c in stepwise] == [c.acceptance for c in at_once]
+    assert 1 <= len(runs) <= -(-max(c.stats.forwards for c in at_once) // 8) and set(runs) == {8}
 
 
 def test_a_row_without_stop_strings_runs_on_beside_one_with_them():

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, generate
+from wedlm_jax.decode.loop import run_steps
 from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
@@ -169,12 +170,11 @@ def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(
     model = reciter("abcdefgh")
     served = engine(model)
     hit, spared = [served.submit("x", settings("ar")) for _ in range(4)], served.submit("x", settings("verified"))
-    true_run = programs.run_steps
 
     def runs_out(program, *args, **kwargs):
         if program.decoder == "ar":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return true_run(program, *args, **kwargs)
+        return run_steps(program, *args, **kwargs)
 
     monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", runs_out)
     served.run()
@@ -243,7 +243,7 @@ def test_a_second_wave_of_requests_compiles_nothing():
         served.run()
 
     def compiled() -> list[int]:
-        made = (programs.open_rows, programs.take_rows, programs.prefill_behind, programs.fill_rows, programs.run_steps)
+        made = (programs.open_rows, programs.take_rows, programs.prefill_behind, programs.fill_rows, run_steps)
         return [program._cache_size() for program in made]
 
     wave(1)
@@ -256,11 +256,11 @@ def test_greedy_requests_run_the_loop_without_draws_while_nothing_beside_them_is
     served = engine(steps=11)  # as no other test has it
 
     def loops_compiled_for(*temperatures: float) -> int:
-        before = programs.run_steps._cache_size()
+        before = run_steps._cache_size()
         for temperature in temperatures:
             served.submit([1, 2, 3], talk("ar", temperature=temperature, max_new_tokens=7))
         served.run()
-        return programs.run_steps._cache_size() - before
+        return run_steps._cache_size() - before
 
     assert [loops_compiled_for(*wave) for wave in [(0.0,), (0.0, 0.9), (0.9,), (0.0, 0.0)]] == [1, 1, 0, 0]
 

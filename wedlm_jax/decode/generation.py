@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
-from wedlm_jax.decode.loop import Program, run, run_stepwise, start
+from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
-from wedlm_jax.decode.state import STOPPED, DecodeState, StepRecord
+from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
+STEPS_BETWEEN_TEXTS = 8  # forwards after which the host looks for stop strings
 SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
 
 
@@ -142,16 +143,40 @@ class Batch:
         )
 
     def run(self) -> DecodeState:
+        """Steps until every row has finished. Where stop strings may end one, the host reads the texts now and then."""
+        if self._has_stop_strings:
+            return self._run_to_stop_strings()
         return run(self.program, self.model.weights, self.state, self.settings)
+
+    def _run_to_stop_strings(self) -> DecodeState:
+        """A few steps at a time. A row whose text is found to hold a stop string is set back to the step that completed it."""
+        state, halted = self.state, np.zeros(len(self.requests), bool)
+        running = np.ones_like(halted)
+        while running.any():
+            before = np.array(state.generated)
+            state, progress = run_steps(
+                self.program, self.model.weights, state, self.settings, halted, steps=STEPS_BETWEEN_TEXTS
+            )
+            progress = jax.device_get(progress)
+            changed = {name: np.array(getattr(state, name)) for name in (*COUNTERS, "finish")}
+            ids = self.ids(state)
+            for row in np.flatnonzero(running).tolist():
+                kept = self._stop_string_at(row, ids[row], checked=before[row])
+                if kept is not None:
+                    for name, values in when_emitted(progress, row, kept).items():
+                        changed[name][row] = values[row]
+                    changed["generated"][row], changed["finish"][row] = kept, STOPPED
+            running = changed["finish"] == RUNNING
+            state = dataclasses.replace(state, **{name: jnp.asarray(x) for name, x in changed.items()})
+        return state
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
         steps = run_stepwise(self.program, self.model.weights, self.state, self.settings)
-        has_stop = any(r.config.stop for r in self.requests)
         try:
             state, record = next(steps)
             while True:
-                if has_stop:
+                if self._has_stop_strings:
                     state = self._end_at_stop_strings(state)
                 yield state, record
                 state, record = steps.send(state)
@@ -172,16 +197,23 @@ class Batch:
             done.append(dataclasses.replace(plain, **verification(request.config, state, row, len(ids))))
         return done
 
+    @property
+    def _has_stop_strings(self) -> bool:
+        return any(r.config.stop for r in self.requests)
+
     def _end_at_stop_strings(self, state: DecodeState) -> DecodeState:
         generated, finish = np.array(state.generated), np.array(state.finish)
-        for row, (request, ids) in enumerate(zip(self.requests, self.ids(state), strict=True)):
-            # A row that has just met a stop id is read too: the string may have come before it.
-            if not request.config.stop:
-                continue
-            kept = ids_up_to_stop(self.model.tokenizer, ids, request.config.stop)
+        for row, ids in enumerate(self.ids(state)):
+            kept = self._stop_string_at(row, ids)
             if kept is not None:
                 generated[row], finish[row] = kept, STOPPED
         return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
+
+    def _stop_string_at(self, row: int, ids: list[int], checked: int = 0) -> int | None:
+        """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read
+        too: the string may have come before it."""
+        stop = self.requests[row].config.stop
+        return ids_up_to_stop(self.model.tokenizer, ids, stop, checked) if stop else None
 
 
 def completion(model: Model, config: DecodeConfig, ids: list[int], reason: FinishReason, stats: Stats) -> Completion:
@@ -211,9 +243,9 @@ def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Com
     traces: list[list[dict]] = [[] for _ in requests]
     with _memory_errors(requests):
         batch = Batch(model, requests)
-        if trace or requests[0].config.stop:
+        if trace:
             for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
-                for row in np.flatnonzero(np.asarray(record.running)) if trace else ():
+                for row in np.flatnonzero(np.asarray(record.running)):
                     traces[row].append(trace_entry(record, int(row)))
         else:
             state = batch.run()

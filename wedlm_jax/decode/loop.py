@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from wedlm_jax.decode.autoregressive import autoregressive_step
 from wedlm_jax.decode.blockwise import blockwise_step
@@ -15,11 +16,15 @@ from wedlm_jax.decode.config import DecodeConfig, Decoder, Drafter, Refill, RowS
 from wedlm_jax.decode.fallback import fallback_step
 from wedlm_jax.decode.lookup import lookup_step
 from wedlm_jax.decode.prefill import prefill
-from wedlm_jax.decode.state import DecodeState, StepRecord
+from wedlm_jax.decode.state import STOPPED, DecodeState, StepRecord
 from wedlm_jax.decode.streaming import streaming_step
 from wedlm_jax.decode.verified import verified_step
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import Weights
+
+COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
+# Of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run.
+Progress = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +83,32 @@ def run(program: Program, weights: Weights, state: DecodeState, settings: RowSet
             return program.step(transformer, state, settings)[0]
 
         return jax.lax.while_loop(lambda state: jnp.any(state.running), body, state)
+
+
+@functools.partial(jax.jit, static_argnames=("program", "steps"), donate_argnames="state")
+def run_steps(
+    program: Program, weights: Weights, state: DecodeState, settings: RowSettings, halted: jax.Array, *, steps: int
+) -> tuple[DecodeState, Progress]:
+    """At most `steps` steps, fewer where every row finishes before; rows that are `halted` (bool [B]) take no part."""
+    state = dataclasses.replace(state, finish=jnp.where(halted & state.running, STOPPED, state.finish))
+    none = {name: jnp.zeros((steps, *getattr(state, name).shape), jnp.int32) for name in COUNTERS}
+    with weights.transformer() as transformer:
+
+        def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
+            step, state, progress = carry
+            state, _ = program.step(transformer, state, settings)
+            return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
+
+        _, state, progress = jax.lax.while_loop(
+            lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
+        )
+    return state, progress
+
+
+def when_emitted(progress: Progress, row: int, count: int) -> dict[str, jax.Array]:
+    """COUNTERS of all rows after the first step by which this row had emitted `count` tokens."""
+    step = np.argmax(progress["generated"][:, row] >= count)
+    return {name: values[step] for name, values in progress.items()}
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")

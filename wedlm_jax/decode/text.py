@@ -46,10 +46,11 @@ def text_of(tokenizer: Any, ids: list[int], config: DecodeConfig, finished: bool
 
 def ids_up_to_stop(tokenizer: Any, ids: list[int], stop: Sequence[str], checked: int = 0) -> int | None:
     """The fewest leading ids whose text holds a stop string, or None. The first `checked` are known to hold none."""
-    if _first_stop(tokenizer.decode(ids), stop) is None:
+    # Half a character is no text yet: whether it is met would depend on how many tokens come at once.
+    holds_stop = lambda count: _first_stop(_whole_characters(tokenizer.decode(ids[:count])), stop) is not None  # noqa: E731
+    if not holds_stop(len(ids)):
         return None
-    counts = range(checked + 1, len(ids) + 1)
-    return next(k for k in counts if _first_stop(tokenizer.decode(ids[:k]), stop) is not None)
+    return next(filter(holds_stop, range(checked + 1, len(ids) + 1)))
 
 
 def _first_stop(text: str, stop: Sequence[str]) -> int | None:
@@ -60,6 +61,10 @@ def _first_stop(text: str, stop: Sequence[str]) -> int | None:
 
 def _stable_prefix(text: str, stop: Sequence[str]) -> str:
     """The part of unfinished text that later tokens cannot change: no half character, no beginning of a stop string."""
-    text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+    text = _whole_characters(text)
     held = max((k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
     return text[: len(text) - held]
+
+
+def _whole_characters(text: str) -> str:
+    return text.rstrip("\N{REPLACEMENT CHARACTER}")

@@ -1,4 +1,4 @@
-"""The engine's compiled programs: open rows, read a cached prefix, prefill behind it, fill a row, run at most k steps.
+"""The engine's compiled programs beside `run_steps`: open rows, read a cached prefix, prefill behind it, fill a row.
 
 None of them reaches for the host; between them the engine decides which row does what.
 """
@@ -15,15 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.decode.config import Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts
-from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prefill import begin, fill_cache
 from wedlm_jax.decode.state import STOPPED, DecodeState
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.weights import Weights
-
-COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
-# Of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run.
-Progress = dict[str, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "context", "slots", "cache_slots", "holds_back"))
@@ -123,23 +118,3 @@ def fill_rows(
 
 def without_cache(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, cache=None)  # type: ignore[arg-type]
-
-
-@functools.partial(jax.jit, static_argnames=("program", "steps"), donate_argnames="state")
-def run_steps(
-    program: Program, weights: Weights, state: DecodeState, settings: RowSettings, halted: jax.Array, *, steps: int
-) -> tuple[DecodeState, Progress]:
-    """At most `steps` steps, fewer where every row finishes before; rows that are `halted` (bool [B]) take no part."""
-    state = dataclasses.replace(state, finish=jnp.where(halted & state.running, STOPPED, state.finish))
-    none = {name: jnp.zeros((steps, *getattr(state, name).shape), jnp.int32) for name in COUNTERS}
-    with weights.transformer() as transformer:
-
-        def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
-            step, state, progress = carry
-            state, _ = program.step(transformer, state, settings)
-            return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
-
-        _, state, progress = jax.lax.while_loop(
-            lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
-        )
-    return state, progress

@@ -11,12 +11,12 @@ import numpy as np
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.generation import bucket, verification
-from wedlm_jax.decode.loop import Program
+from wedlm_jax.decode.loop import Program, Progress, run_steps, when_emitted
 from wedlm_jax.decode.prefill import CHUNK
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
-from wedlm_jax.engine.programs import COUNTERS, Progress, fill_rows, open_rows, prefill_behind, run_steps, take_rows
+from wedlm_jax.engine.programs import fill_rows, open_rows, prefill_behind, take_rows
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
 
@@ -191,9 +191,7 @@ class RowGroup:
         kept = ticket.stop_string_at(ids)
         if kept is not None:
             ids, reason = ids[:kept], "stop"
-            step = np.argmax(progress["generated"][:, number] >= kept)  # the first that had them all
-            then = {name: progress[name][step] for name in COUNTERS}
-            state = dataclasses.replace(state, **then)  # type: ignore[arg-type]
+            state = dataclasses.replace(state, **when_emitted(progress, number, kept))  # type: ignore[arg-type]
         if reason is not None:
             self._free(number)
         stats = Stats(len(ids), int(state.forwards[number]), int(state.processed[number]))
