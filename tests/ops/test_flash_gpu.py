@@ -145,6 +145,17 @@ def test_both_kinds_of_kernels_lower_for_cuda(kernels):
     assert "custom_call" in text
 
 
+def test_hopper_kernels_are_taken_on_hopper_and_for_half_precision_alone(monkeypatch):
+    """Their tiles of float32 would not fit into its shared memory."""
+    from tokamax._src import gpu_utils
+
+    for hopper in (True, False):
+        monkeypatch.setattr(gpu_utils, "is_sm90", lambda hopper=hopper: hopper)
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            expected = sm90() if hopper and dtype != jnp.float32 else triton()
+            assert flash_gpu._kernels_of_this_gpu(jnp.dtype(dtype)) is expected
+
+
 def test_shapes_that_the_kernels_cannot_do_are_told_with_the_reason(monkeypatch):
     def reason(length, head_dim):
         q, k = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.bfloat16) for n in (2, 1))
@@ -152,6 +163,6 @@ def test_shapes_that_the_kernels_cannot_do_are_told_with_the_reason(monkeypatch)
 
     assert reason(256, 64) is None
     assert reason(200, 64) == "200 queries are not a multiple of 128"
-    assert reason(256, 80) == "a head dimension of 80 is none of 64, 128 and 256"
+    assert reason(256, 80) == "a head dimension of 80 is neither 64 nor 128"
     monkeypatch.setattr(flash_gpu.importlib.util, "find_spec", lambda name: None)
     assert reason(256, 64) == "tokamax is not installed; pip install 'wedlm_jax[gpu]'"

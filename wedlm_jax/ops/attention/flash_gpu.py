@@ -76,7 +76,7 @@ def flash_attention(
     """
     if reason := unsupported(q_BTNH, k_BSKH):
         raise ValueError(f"flash attention: {reason}")
-    return _attend(causal, kernels or _kernels_of_this_gpu(), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
+    return _attend(causal, kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
 def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
@@ -86,8 +86,8 @@ def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
     for length, what in ((q_BTNH.shape[1], "queries"), (k_BSKH.shape[1], "keys")):
         if length % TILE:
             return f"{length} {what} are not a multiple of {TILE}"
-    if q_BTNH.shape[3] not in (64, 128, 256):
-        return f"a head dimension of {q_BTNH.shape[3]} is none of 64, 128 and 256"
+    if q_BTNH.shape[3] not in (64, 128):  # tiles of a larger one do not fit into a Hopper's shared memory
+        return f"a head dimension of {q_BTNH.shape[3]} is neither 64 nor 128"
     return None
 
 
@@ -145,10 +145,10 @@ def _dense_backward(q_BTNH, k_BSKH, v_BSKH, visible_BTS, lse_BTN, delta_BTN, d_o
     return d_q, dot("BTKGS,BTKGH->BSKH", d_scores, q), dot("BTKGS,BTKGH->BSKH", weights, d_out)
 
 
-def _kernels_of_this_gpu() -> Kernels:
+def _kernels_of_this_gpu(dtype: jnp.dtype) -> Kernels:
     from tokamax._src import gpu_utils
 
-    return sm90() if gpu_utils.is_sm90() else triton()
+    return sm90() if gpu_utils.is_sm90() and dtype in (jnp.bfloat16, jnp.float16) else triton()
 
 
 @functools.cache
