@@ -37,6 +37,7 @@ from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
+from wedlm_jax.evals.sweep import settings_as_json
 from wedlm_jax.evals.tasks import task, text_continuation
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
@@ -89,7 +90,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
             args.out.mkdir(parents=True, exist_ok=True)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
-    configs = [dataclasses.replace(decode, decoder=decoder) for decoder in ("ar", *args.decoders)]
+    configs = [decode.by(decoder) for decoder in ("ar", *args.decoders)]
     problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
     work, left_out = works(args, model, problems)
     if not work:
@@ -152,7 +153,8 @@ def started(
     rows, context = max(args.batches), max(piece.prompt_tokens + piece.output_tokens for piece in work)
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,
-        "mask_token_id": decode.mask_token_id or model.mask_token_id, "rows": rows, "context": context,
+        "mask_token_id": model.mask_token_id if decode.mask_token_id is None else decode.mask_token_id,
+        "rows": rows, "context": context,
         "cache_bytes": cache_bytes(model.config, rows, context + SPARE_SLOTS),
     }  # fmt: skip
     engines = [stack.enter_context(Baseline(name, args.python, export, **job)) for name in names]
@@ -235,7 +237,7 @@ def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates:
     ]
     results: dict[str, Any] = {
         "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
-        "repeats": args.repeats, "rates": dataclasses.asdict(rates), "rows": rows,
+        "repeats": args.repeats, "settings": settings_as_json(args.decode), "rates": dataclasses.asdict(rates), "rows": rows,
         "official": [dataclasses.asdict(row) for row in besides],
     }  # fmt: skip
     with writing(args.out):

@@ -60,7 +60,7 @@ def settings_of(args: Cacheability) -> list[Setting]:
         Setting(
             f"streaming, {rule}, tau={tau:g}",
             ADAPTED,
-            dataclasses.replace(args.decode, decoder="streaming", fill_rule=rule, entropy_threshold=tau),
+            args.decode.by("streaming", fill_rule=rule, entropy_threshold=tau),
         )
         for rule in args.fill_rules
         for tau in args.thresholds
@@ -69,11 +69,11 @@ def settings_of(args: Cacheability) -> list[Setting]:
         Setting(
             f"block-wise, confidence={confidence:g}",
             ADAPTED,
-            dataclasses.replace(args.decode, decoder="blockwise", confidence_threshold=confidence),
+            args.decode.by("blockwise", confidence_threshold=confidence),
         )
         for confidence in args.confidences
     ]
-    return [*streaming, *blockwise, Setting("verified", ADAPTED, dataclasses.replace(args.decode, decoder="verified"))]
+    return [*streaming, *blockwise, Setting("verified", ADAPTED, args.decode.by("verified"))]
 
 
 def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, list[Point]]]:

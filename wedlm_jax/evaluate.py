@@ -113,7 +113,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     config = dataclasses.replace(EvaluationConfig(), tasks=(args.task,))
     chosen = task(args.task)
     problems = draw(chosen, args.limit or config.problems_per_task, config.seed)
-    settings = [Setting("AR", ADAPTED, dataclasses.replace(args.decode, decoder="ar"))]
+    settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)

@@ -66,7 +66,7 @@ def settings_of(args: OpenEndedFlags) -> list[Setting]:
     streaming = [(f"streaming, tau={tau:g}", "streaming", dict(entropy_threshold=tau)) for tau in args.thresholds]
     rows = [("AR", "ar", {}), ("block-wise", "blockwise", {}), *streaming, ("verified", "verified", {})]
     return [
-        Setting(label, ADAPTED, dataclasses.replace(args.decode, decoder=decoder, **changes))  # type: ignore[arg-type]
+        Setting(label, ADAPTED, args.decode.by(decoder, **changes))  # type: ignore[arg-type]
         for label, decoder, changes in rows
     ]
 

@@ -47,6 +47,9 @@ def test_a_bad_setting_is_named(field, value):
 
 @pytest.mark.parametrize("fields", [dict(decoder="verified"), dict(refill="paper"), dict(decoder="lookup")], ids=str)
 def test_fallback_belongs_to_eager_streaming(fields):
+    """`by` leaves it behind where another decoder is set beside."""
+    assert DecodeConfig(verify="fallback").by("ar") == DecodeConfig(decoder="ar")
+    assert DecodeConfig(verify="fallback").by("streaming", seed=3) == DecodeConfig(verify="fallback", seed=3)
     with pytest.raises(UserError, match="verify=fallback is a mode of decoder=streaming with refill=eager"):
         DecodeConfig(**fields, verify="fallback")
 

@@ -93,3 +93,24 @@ def test_a_speed_of_a_real_model_is_of_the_tokens_that_it_decodes():
     assert ar.equal_to_ar == fast.equal_to_ar == 2  # verified decoding is exact
     assert ar.tokens_per_forward == ar.p_cache == 1 and ar.generated_tokens == fast.generated_tokens
     assert ar.seconds > 0 and not math.isinf(ar.tokens_per_second)
+
+
+def test_the_first_token_of_a_block_is_there_when_the_block_is():
+    """A block that max_new_tokens cuts to one token would be there at once."""
+    asked = []
+
+    def generate(model, prompts, config):
+        asked.append((config.decoder, config.max_new_tokens))
+        return [Completion([7], "length", Stats(1, 1, 1)) for _ in prompts]
+
+    for size in (4, 32):
+        asked.clear()
+        configs = [AR, DecodeConfig(decoder="blockwise", block_size=size)]
+        compare(tiny_model(), WORK, PROBLEMS, configs, Rates(1e9, 1e9), repeats=1, generate=generate)
+        soonest = min(size, WORK.output_tokens)
+        assert set(asked) == {
+            ("ar", 1),
+            ("ar", WORK.output_tokens),
+            ("blockwise", soonest),
+            ("blockwise", WORK.output_tokens),
+        }

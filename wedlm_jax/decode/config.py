@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -99,6 +99,11 @@ class DecodeConfig:
         for name in ("reorder", "ban_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
+
+    def by(self, decoder: Decoder, **changes: Any) -> DecodeConfig:
+        """These settings for another decoder, which has no fallback: that is streaming's alone."""
+        verify = self.verify if decoder == "streaming" else "none"
+        return dataclasses.replace(self, decoder=decoder, verify=verify, **changes)
 
     @property
     def uses_masks(self) -> bool:

@@ -15,6 +15,7 @@ from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.evals.row_cost import product_seconds
 from wedlm_jax.evals.speed import Work, prompts_of
 from wedlm_jax.model.handle import Model
@@ -73,7 +74,7 @@ def beside(
             ours.append(seconds / steps[1])
 
     pairs = [(a.ids, b.ids) for a, b in zip(run.completions, completions, strict=True)]
-    parted = [(row, _first_difference(a, b)) for row, (a, b) in enumerate(pairs) if a != b]
+    parted = [(row, shared_length(a, b)) for row, (a, b) in enumerate(pairs) if a != b]
     slots = sum(c.stats.tokens_processed for c in completions) / sum(c.stats.forwards for c in completions)
     floor = product_seconds(model.config, params_of(model.transformer), round(work.batch * slots), repeats)
     return Beside(
@@ -86,10 +87,6 @@ def beside(
         len(pairs) - len(parted),
         parted[0] if parted else None,
     )
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def beside_table(rows: Sequence[Beside]) -> Table:

@@ -43,7 +43,8 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
-    thresholds = sorted({row.settings["entropy_threshold"] for row in rows if row.settings["decoder"] == "streaming"})
+    streaming = [row for row in rows if row.settings["decoder"] == "streaming"]
+    thresholds = sorted({row.settings["entropy_threshold"] for row in streaming}, key=float)  # "inf" among them
     windows = sorted({row.settings["window_size"] for row in rows if row.settings["decoder"] == "verified"})
     for row in rows:
         decoder = row.settings["decoder"]

@@ -48,7 +48,7 @@ class Speed:
     tokens_per_second: float
     tokens_per_forward: float  # of a row
     p_cache: float
-    # One forward of the batch, prefill not in it; NaN where there was but one, or the clock failed.
+    # One forward of the batch, prefill not in it; NaN where none lies behind the first token, or the clock failed.
     forward_milliseconds: float
     roofline_milliseconds: float  # the least for a forward over as many slots, by this machine's measured rates
     speedup_over_ar: float
@@ -134,9 +134,13 @@ def compare(
         return run.seconds, run.completions
 
     calls: dict[tuple[str, bool], Callable[[], tuple[float, list[Completion]]]] = {}
-    for first, most in ((True, 1), (False, work.output_tokens)):
-        calls |= {(config.decoder, first): functools.partial(ours, config, most) for config in configs}
-        calls |= {(baseline.name, first): functools.partial(theirs, baseline, most) for baseline in baselines}
+    for config in configs:
+        # A block is handed out whole, and one that max_new_tokens cuts would be there sooner.
+        soonest = min(config.block_size, work.output_tokens) if config.decoder == "blockwise" else 1
+        calls[config.decoder, True] = functools.partial(ours, config, soonest)
+    calls |= {(baseline.name, True): functools.partial(theirs, baseline, 1) for baseline in baselines}
+    calls |= {(config.decoder, False): functools.partial(ours, config, work.output_tokens) for config in configs}
+    calls |= {(baseline.name, False): functools.partial(theirs, baseline, work.output_tokens) for baseline in baselines}
     completions = {name: call()[1] for name, call in calls.items()}
     seconds: dict[tuple[str, bool], list[float]] = {name: [] for name in calls}
     for _ in range(repeats):

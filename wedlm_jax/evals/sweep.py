@@ -170,7 +170,7 @@ def _row(
         task=task.name,
         label=setting.label,
         weights=setting.weights,
-        settings=_as_json(setting.config),
+        settings=settings_as_json(setting.config),
         n=n,
         batch_size=batch_size,
         correct=correct,
@@ -201,6 +201,7 @@ def _same_tokens(one: Completion, other: Completion) -> bool:
     return one.ids == other.ids
 
 
-def _as_json(config: DecodeConfig) -> dict[str, Any]:
+def settings_as_json(config: DecodeConfig) -> dict[str, Any]:
+    """JSON knows no infinity."""
     settings = dataclasses.asdict(config)
     return {k: "inf" if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}

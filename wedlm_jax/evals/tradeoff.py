@@ -73,7 +73,7 @@ def measure(
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
 ) -> tuple[Row, list[Point]]:
     """AR, and every setting: exact match and speed from the compiled loop, the order of filling from a traced run."""
-    ar = Setting("AR", ADAPTED, dataclasses.replace(settings[0].config, decoder="ar"))
+    ar = Setting("AR", ADAPTED, settings[0].config.by("ar"))
     rows, _ = sweep({ADAPTED: model}, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
     prompts = [encode_prompt(model, problem.prompt) for problem in problems]
     lengths = [len(prompt) for prompt in prompts]
