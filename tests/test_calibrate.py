@@ -72,6 +72,9 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     monkeypatch.setattr("sys.argv", ["generate", *flags, "--entropy-threshold", "0.4"])
     command.main()
     assert "calibrated" not in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["generate", *flags, "--distance-penalty", "0.7"])
+    command.main()
+    assert "but with lambda 0.7, as given, for which no disagreement was measured" in capsys.readouterr().err
 
 
 def test_a_calibration_of_other_weights_is_named_and_not_used(folder):
@@ -106,10 +109,12 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
         (("--max-disagreement", "1"), "--max-disagreement 1"),
         (("--limit", "0"), "--limit 0"),
         (("--batch-size", "0"), "--batch-size 0"),
-        (("--decoder", "verified"), "--decoder verified: calibrated is streaming"),
+        (("--decoder", "verified"), "decoder=verified: calibrated is plain streaming"),
+        (("--verify", "fallback"), "verify=fallback: calibrated is plain streaming"),
+        (("--fill-rule", "sum"), "fill_rule=sum: calibrated is plain streaming"),
         (("--temperature", "0.5"), "--temperature 0.5"),
         (("--model", "owner/name"), "is no local directory"),
-        (("--data", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
+        (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: cannot be read"),
     ],
 )
 def test_bad_flags_are_one_line(call, capsys, flags, complaint):

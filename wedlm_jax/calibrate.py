@@ -18,7 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wedlm_jax import pretrained
-from wedlm_jax.decode.calibration import Calibration, write_calibration
+from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import bucket
@@ -55,7 +55,7 @@ class Calibrate:
 def calibrate(args: Calibrate, console: Console) -> Calibration:
     """Measures every pair, shows the table, and stores the fastest pair that agrees often enough."""
     _check_flags(args)
-    prompts = read_prompts(args.data)[: args.limit]
+    prompts = read_prompts(args.data, "--data")[: args.limit]
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     measured = measure(model, prompts, args, console)
     chosen = choose(measured)
@@ -119,9 +119,9 @@ def _check_flags(args: Calibrate) -> None:
     if not 0 <= args.max_disagreement < 1:
         raise UserError(f"--max-disagreement {args.max_disagreement:g}: must lie in [0, 1)")
     require_positive(args, "limit", "batch_size")
-    if args.decode.decoder != "streaming":
+    if name := not_plain(args.decode):
         raise UserError(
-            f"--decoder {args.decode.decoder}: calibrated is streaming; its tau and lambda are what is chosen"
+            f"{name}={getattr(args.decode, name)}: calibrated is plain streaming, whose tau and lambda are chosen; leave it out"
         )
     if args.decode.temperature > 0:
         raise UserError(

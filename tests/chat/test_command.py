@@ -88,6 +88,8 @@ def test_a_base_model_continues_text_only_when_asked(piped, folder, capsys):
     [
         (("--window-size", "0"), "window_size=0"),
         (("--context", "100000"), "context=100000: the model's is 512"),
+        (("--context", "2"), "--context 2: leaves no room for a conversation"),
+        (("--system", "\udcff"), "'\\udcff' at character"),
         (("--nonsense",), "nonsense"),
         (("--plain", "--system", "x"), "--system needs the chat template"),
     ],
@@ -150,3 +152,12 @@ def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatc
     monkeypatch.setattr(sys, "stdin", Terminal())
     assert list(command.spoken(Typed(file=stream, force_terminal=True))) == ["hello"]
     assert "/quit leaves" in stream.getvalue()
+
+
+def test_where_only_the_input_is_a_terminal_its_end_leaves_and_an_empty_line_does_not(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal("hello\n\nbye\n"))
+    assert list(command.spoken(Console(file=io.StringIO()))) == ["hello", "bye"]

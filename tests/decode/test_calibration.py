@@ -45,19 +45,23 @@ def test_what_is_written_is_read_back_and_nothing_is_there_without_a_file(tmp_pa
 )
 def test_a_file_that_is_not_ours_is_named_with_the_mend(tmp_path, content):
     (tmp_path / CALIBRATION_FILE).write_text(content)
-    with pytest.raises(UserError, match=r"decoding.json: not a calibration .* delete it, or write it anew") as raised:
+    with pytest.raises(UserError, match=r"decoding.json: not a calibration .* delete it; python") as raised:
         read_calibration(tmp_path)
     assert "\n" not in str(raised.value)
 
 
 def test_it_fills_in_what_streaming_leaves_open_and_nothing_else():
     assert FOUND.apply(DecodeConfig()) == DecodeConfig(entropy_threshold=1.6, distance_penalty=0.3)
+    assert FOUND.apply(DecodeConfig(fill_rule="each")).entropy_threshold == 1.6  # streaming's own rule, said aloud
     assert FOUND.apply(DecodeConfig(distance_penalty=0.1)) == DecodeConfig(entropy_threshold=1.6, distance_penalty=0.1)
     for config in (
         DecodeConfig(entropy_threshold=0.4),
         DecodeConfig(entropy_threshold=None),
         DecodeConfig("verified"),
         DecodeConfig(verify="fallback"),
+        DecodeConfig(fill_rule="sum"),
+        DecodeConfig(refill="paper"),
+        DecodeConfig(reorder=False),
     ):
         assert FOUND.apply(config) is config
 

@@ -29,6 +29,8 @@ from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 
+SMALLEST_CONTEXT = 3  # two tokens of a prompt and one of an answer, with which everything is compiled
+
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
@@ -49,6 +51,8 @@ class Chat:
 def chat(args: Chat, console: Console) -> None:
     """Answers line by line until the input ends. On a terminal an error is shown and the conversation goes on; a pipe
     fails."""
+    if args.context is not None and args.context < SMALLEST_CONTEXT:
+        raise UserError(f"--context {args.context}: leaves no room for a conversation; at least {SMALLEST_CONTEXT}")
     notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     conversation = Conversation(model, plain=args.plain, system=args.system)
@@ -101,15 +105,16 @@ def answer(engine: Engine, prompt: list[int], config: DecodeConfig, screen: Scre
 
 def spoken(console: Console) -> Iterator[str]:
     """The user's lines, without empty ones."""
+    asks = console.is_terminal and sys.stdin.isatty()
     while True:
         try:
-            line = console.input("> ") if console.is_terminal and sys.stdin.isatty() else sys.stdin.readline()
+            line = console.input("> ") if asks else sys.stdin.readline()
         except EOFError:
             return
         except KeyboardInterrupt:
             note(console, "/quit leaves")
             continue
-        if not line and not sys.stdin.isatty():
+        if not line and not asks:  # a line that is read has its end, and only the end of input is empty
             return
         if line.strip():
             yield line.strip()

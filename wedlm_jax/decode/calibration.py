@@ -40,9 +40,9 @@ class Calibration:
                 raise UserError(f"{field.name}={value!r}: must be a number of at least 0")
 
     def apply(self, config: DecodeConfig) -> DecodeConfig:
-        """`config` with tau and lambda as measured, where it is streaming's and leaves tau at auto. A distance penalty that is
-        given stays."""
-        if config.decoder != "streaming" or config.verify != "none" or config.entropy_threshold != "auto":
+        """`config` with tau and lambda as measured, where it is plain streaming's and leaves tau at auto. A distance penalty that
+        is given stays."""
+        if not_plain(config) or config.entropy_threshold != "auto":
             return config
         penalty = self.distance_penalty if config.distance_penalty == "auto" else config.distance_penalty
         return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
@@ -53,6 +53,14 @@ class Calibration:
             f"tau {self.entropy_threshold:g}, lambda {self.distance_penalty:g} (calibrated: "
             f"{100 * self.disagreement:.2f} % of {self.tokens} tokens are not AR's)"
         )
+
+
+def not_plain(config: DecodeConfig) -> str | None:
+    """The setting by which this is not streaming as it is calibrated: another one gives tau and lambda another meaning. None
+    if it is."""
+    plain = DecodeConfig()
+    settings = {"decoder": "decoder", "verify": "verify", "rule": "fill_rule", "refill": "refill", "reorder": "reorder"}
+    return next((name for of, name in settings.items() if getattr(config, of) != getattr(plain, of)), None)
 
 
 def fingerprint(model: Model) -> str:
@@ -75,7 +83,7 @@ def read_calibration(directory: Path) -> Calibration | None:
         return Calibration(**json.loads(file.read_text(encoding="utf-8")))
     except (UserError, ValueError, TypeError) as error:
         raise UserError(
-            f"{file}: not a calibration ({error}); delete it, or write it anew with python -m wedlm_jax.calibrate"
+            f"{file}: not a calibration ({error}); delete it; python -m wedlm_jax.calibrate then writes another"
         ) from error
 
 

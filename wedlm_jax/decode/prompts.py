@@ -20,10 +20,9 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
     """
     if isinstance(prompt, str):
-        ids = encode_with_control_tokens(_tokenizer(model, name), prompt)
+        ids = _encode(model, prompt, name)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        text = render_messages(model, prompt, name)  # type: ignore[arg-type]
-        ids = encode_with_control_tokens(_tokenizer(model, name), text)
+        ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
     elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
@@ -34,6 +33,16 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         if not 0 <= i < model.config.vocab_size:
             raise UserError(f"{name}: token id {i} is not in the vocabulary [0, {model.config.vocab_size})")
     return ids
+
+
+def _encode(model: Model, text: str, name: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # from a cut UTF-16 text, or bytes on a command line that are no UTF-8
+        raise UserError(
+            f"{name}: {text[error.start]!a} at character {error.start} is half of a character; write whole ones, in UTF-8"
+        ) from error
+    return encode_with_control_tokens(_tokenizer(model, name), text)
 
 
 def _is_id(value: object) -> bool:

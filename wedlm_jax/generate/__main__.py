@@ -66,6 +66,8 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     if requests[0].config.entropy_threshold != args.decode.entropy_threshold:
         print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
+        if (penalty := requests[0].config.distance_penalty) != model.calibration.distance_penalty:
+            print(f"but with lambda {penalty:g}, as given, for which no disagreement was measured", file=sys.stderr)
     batches = [requests[i : i + args.batch_size] for i in range(0, len(requests), args.batch_size)]
     completions: list[Completion] = []
     hidden = len(batches) == 1
@@ -105,8 +107,8 @@ def _check_flags(args: Generate) -> None:
         raise UserError(f"--trace {args.trace}: is the file of --output; name another one")
 
 
-def read_prompts(path: Path) -> list[tuple[str, Prompt]]:
-    """The prompts of a JSONL file, each with its name `file:line`.
+def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
+    """The prompts of a JSONL file that a flag names, each with its name `file:line`.
 
     Raises:
       UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
@@ -114,10 +116,10 @@ def read_prompts(path: Path) -> list[tuple[str, Prompt]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"--input {path}: cannot be read ({error.strerror}); name a JSONL file") from error
+        raise UserError(f"{flag} {path}: cannot be read ({error.strerror}); name a JSONL file") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     if not lines:
-        raise UserError(f'--input {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
+        raise UserError(f'{flag} {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
     names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
     return [(name, _parse_prompt(line, name)) for name, line in zip(names, lines, strict=True)]
 
@@ -131,6 +133,8 @@ def _parse_prompt(line: bytes, name: str) -> Prompt:
         raise UserError(f"{name}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{name}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists in lists
+        raise UserError(f"{name}: JSON that cannot be read ({error}); write one plain object a line") from error
     if not isinstance(record, dict):
         raise UserError(f'{name}: not a JSON object; write {{"prompt": ...}}')
     for key in record:
