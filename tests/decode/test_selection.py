@@ -42,7 +42,7 @@ def test_entropy_selection_equals_the_official_one_with_exact_ties():
         masked[row, unit["remaining"]] = True
     rows = settings_of(*(DecodeConfig(entropy_threshold=u["tau"], distance_penalty=u["lam"]) for u in units))
     chosen = select_by_entropy(
-        jnp.asarray(entropies), jnp.asarray(masked), rows.entropy_threshold, rows.distance_penalty
+        jnp.asarray(entropies), jnp.asarray(masked), rows.entropy_threshold, rows.distance_penalty, rows.rule
     )
     for row, unit in enumerate(units):
         assert np.flatnonzero(chosen[row]).tolist() == [unit["remaining"][i] for i in unit["selected"]], unit
@@ -146,7 +146,7 @@ def test_selection_reads_masks_only_and_always_takes_one():
     masked = jnp.asarray([[False, True, False, True], [False] * 4])
     scores = jnp.asarray([[0.0, 3.0, 0.0, 2.0]] * 2)
     none_below = jnp.asarray([0.5, 0.5])
-    by_entropy = select_by_entropy(scores, masked, none_below, jnp.zeros(2))
+    by_entropy = select_by_entropy(scores, masked, none_below, jnp.zeros(2), jnp.zeros(2, int))
     assert by_entropy.tolist() == [[False, False, False, True], [False] * 4]
     by_confidence = select_by_confidence(-scores, masked, none_below)
     assert by_confidence.tolist() == [[False, False, False, True], [False] * 4]

@@ -25,7 +25,7 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
     C = state.window.shape[1]
     lead = state.leading_run()
     before = state
-    widths = (*(w for w in (1, C // 2) if w == 1 < C or w >= SMALLEST_WIDTH), C)
+    widths = sorted({1, C // 2 if C // 2 >= SMALLEST_WIDTH else 1, C})
     state, reading = window_forward(
         *(transformer, state, settings, lead, state.slots < lead[:, None]),
         widths=widths,

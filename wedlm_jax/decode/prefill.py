@@ -36,7 +36,7 @@ def prefill(
       settings: of the B rows.
       slots: C, the window slots of the decoder.
       output_slots: O, at least the largest max_new_tokens.
-      holds_back: whether the last prompt token waits in window slot 0 for the first decode forward (AR, verified, lookup).
+      holds_back: whether the last prompt token waits in window slot 0 for the first decode forward, `DecodeConfig.holds_back`.
       drafter: what drafts before that forward, `DecodeConfig.drafter`.
     """
     B, P = prompt.shape

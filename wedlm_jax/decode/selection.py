@@ -56,12 +56,10 @@ def passing(
     masked: jax.Array,
     entropy_threshold: jax.Array,
     distance_penalty: jax.Array,
-    rule: jax.Array | None = None,
+    rule: jax.Array,
 ) -> jax.Array:
     """What the rule of each row fills: bool [B, T]. Arguments as in `select_by_entropy`."""
     adjusted = adjusted_entropy(entropies, masked, distance_penalty)
-    if rule is None:
-        return each_below(adjusted, masked, entropy_threshold)
     chosen = jnp.zeros_like(masked)
     for number, select in enumerate(RULES.values()):
         chosen |= (rule[:, None] == number) & select(adjusted, masked, entropy_threshold)
@@ -73,7 +71,7 @@ def select_by_entropy(
     masked: jax.Array,
     entropy_threshold: jax.Array,
     distance_penalty: jax.Array,
-    rule: jax.Array | None = None,
+    rule: jax.Array,
 ) -> jax.Array:
     """What the rule fills, or else the mask with the smallest adjusted entropy. Ties go left.
 
@@ -82,7 +80,7 @@ def select_by_entropy(
       masked: bool [B, T].
       entropy_threshold: tau [B]; -inf fills exactly one, inf all.
       distance_penalty: lambda [B].
-      rule: int [B], an index into RULES; None: Algorithm 1's, every mask below tau.
+      rule: int [B], an index into RULES. The first is Algorithm 1's: every mask below tau.
 
     Returns:
       bool [B, T], a subset of `masked`; empty only where `masked` is.
