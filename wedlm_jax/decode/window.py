@@ -103,11 +103,12 @@ def window_forward(
         tokens: jax.Array,
         order: jax.Array,
         length: jax.Array,
+        idle: jax.Array,
         masked: jax.Array | None,
         cache: Cache,
         reading: Reading,
     ) -> tuple[Cache, Reading]:
-        slots, pattern = order[:, :width], CachedWindow(length, idle=~state.running)
+        slots, pattern = order[:, :width], CachedWindow(length, idle=idle)
         if most_read < width:
             first = jnp.argsort(~jnp.take_along_axis(read, slots, axis=1), axis=1, stable=True)[:, :most_read]
             pattern = dataclasses.replace(pattern, read=first)
@@ -129,7 +130,7 @@ def window_forward(
     widest = jnp.max(jnp.where(state.running, fed, 0))
     branches = [functools.partial(forward, width) for width in widths]
     chosen = sum((widest > width).astype(jnp.int32) for width in widths[:-1])
-    inputs = tokens, order, state.length, masked
+    inputs = tokens, order, state.length, ~state.running, masked
     cache, reading = _switch_in_place(chosen, branches, inputs, (state.cache, Reading.zeros(B, C)))
     state = dataclasses.replace(
         state,
