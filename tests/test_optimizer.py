@@ -81,6 +81,11 @@ def test_every_field_of_adamw_changes_the_update(field, value):
     ("fields", "message"),
     [
         ({"learning_rate": 0.0}, "optimizer.learning_rate=0.0 must be above 0"),
+        ({"learning_rate": float("inf")}, "optimizer.learning_rate=inf must be above 0 and finite"),
+        ({"eps": float("inf")}, "optimizer.eps=inf must be above 0 and finite"),
+        ({"clip_norm": float("nan")}, "optimizer.clip_norm=nan must be above 0"),
+        ({"weight_decay": float("nan")}, "optimizer.weight_decay=nan must be 0 or more and finite"),
+        ({"weight_decay": float("inf")}, "optimizer.weight_decay=inf must be 0 or more and finite"),
         ({"b1": 1.0}, "optimizer.b1=1.0 must be in [0, 1)"),
         ({"weight_decay": -1.0}, "optimizer.weight_decay=-1.0 must be 0 or more"),
         ({"final_fraction": 2.0}, "optimizer.final_fraction=2.0 must be in [0, 1]"),

@@ -32,15 +32,17 @@ class OptimizerConfig:
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} must be above 0")
+        for name in ("learning_rate", "eps"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must be above 0 and finite")
+        if not self.clip_norm > 0:  # inf: no clipping
+            raise UserError(f"optimizer.clip_norm={self.clip_norm} must be above 0")
         for name in ("b1", "b2", "warmup_ratio"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must be in [0, 1)")
         for name in ("warmup_steps", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} must be 0 or more")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"optimizer.{name}={getattr(self, name)} must be 0 or more and finite")
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]")
         if self.warmup_steps and self.warmup_ratio:
