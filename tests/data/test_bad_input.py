@@ -50,6 +50,18 @@ BAD_LINES = {
     "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt is there (there are: dialog); name"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
     "a wrong type": ('{"messages": "hi"}', "messages is str, not a list of messages"),
+    "one message without its list": (json.dumps({"messages": USER}), "messages is an object, not a list of messages"),
+    "one message of two words of one length": (
+        '{"messages": {"role": "user", "content": "word"}}', "messages is an object, not a list of messages",
+    ),
+    "an object of a number": ('{"messages": {"role": 1}}', "messages is an object, not a list of messages"),
+    "an object of nothing": ('{"messages": {}}', "messages is an object, not a list of messages"),
+    "lists of different lengths": (
+        '{"messages": {"role": ["user", "assistant"], "content": ["a"]}}', "messages is an object, not a list of messages",
+    ),
+    "lists that are nested too deep": (
+        '{"messages": ' + "[" * 700 + "]" * 700 + "}", "lists or objects are nested too deep",
+    ),
     "no message": (conversation("hi"), "message 0 is str, not an object with role and content"),
     "an unknown role": (conversation({"role": "bot", "content": "x"}), "message 0: the role 'bot' is unknown; the roles are"),
     "no role": (conversation({"content": "x"}), "message 0 has no role"),
@@ -228,6 +240,9 @@ def test_a_table_with_a_missing_or_wrong_value_names_its_row(tmp_path):
     assert "a.parquet: row 1: text is missing" in told(config_of(tmp_path / "a.parquet", "parquet"))
     pyarrow.parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "a.parquet")
     assert "a.parquet: row 0: text is int, not text" in told(config_of(tmp_path / "a.parquet", "parquet"))
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [USER]}), tmp_path / "a.parquet")
+    found = told(config_of(tmp_path / "a.parquet", "parquet"))
+    assert "a.parquet: row 0: messages is an object, not a list of messages" in found
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
     assert "a.parquet: has no rows" in told(config_of(tmp_path / "a.parquet", "parquet"))
 

@@ -59,6 +59,13 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
 
 def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     """Raises `BadRecord`: a column is missing, or its value is not what it should be."""
+    try:
+        return _record(fields, config)
+    except RecursionError:
+        raise BadRecord("lists or objects are nested too deep") from None
+
+
+def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     if config.source == "completions":
         return _decoded_reply(fields)
     kind, columns = choose_columns(config, fields)
@@ -100,7 +107,10 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
 
 
 def _messages(value: Any, column: str) -> list[dict[str, Any]]:
-    if isinstance(value, Mapping):  # a sequence of records, as tfds gives it: one list for each key
+    if isinstance(value, Mapping):
+        # A sequence of records, as tfds gives it, is one list for each key. Anything else is one message without its list.
+        if not all(isinstance(one, list) for one in value.values()) or len({len(one) for one in value.values()}) != 1:
+            raise BadRecord(f"{column} is an object, not a list of messages")
         value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
     if not isinstance(value, list):
         raise BadRecord(f"{column} is {type(value).__name__}, not a list of messages")
