@@ -139,6 +139,10 @@ def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
         ("train=3", "train is a section; set one of its fields: train.steps"),
         ("train.steps=1.5", "train.steps='1.5': input should be a valid integer"),
         ("train.steps=0", "train.steps=0 must be at least 1"),
+        ("train.seed=2147483648", "train.seed=2147483648: must fit in 32 bits"),
+        ("optimizer.warmup_steps=99999999999", "optimizer.warmup_steps=99999999999: must fit in 32 bits"),
+        ("tokenizer.vocab_size=99999999999999999999", "tokenizer.vocab_size=99999999999999999999: must fit in 32 bits"),
+        ("data.num_end_tokens=4294967296", "data.num_end_tokens=4294967296: must fit in 32 bits"),
         ("train.micro_batches=3", "train.batch_size=2 is not a multiple of train.micro_batches=3"),
         ("model.remat=perhaps", "model.remat='perhaps': input should be 'none', 'dots' or 'full'"),
         (
@@ -152,6 +156,12 @@ def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
 )
 def test_a_bad_override_is_one_line_that_names_the_field(assignment, message):
     assert message in message_of(override, EXPERIMENT, assignment)
+
+
+def test_an_integer_of_a_file_that_does_not_fit_in_32_bits_is_named():
+    text = EXPERIMENT.to_json().replace('"seed": 0', f'"seed": {2**31}')
+    assert message_of(Experiment.from_json, text) == "experiment: train.seed=2147483648: must fit in 32 bits"
+    assert override(EXPERIMENT, f"train.seed={2**31 - 1}").train.seed == 2**31 - 1
 
 
 def test_the_order_of_overrides_does_not_matter():

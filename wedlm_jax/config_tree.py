@@ -44,11 +44,13 @@ def from_json(cls: type[Config], text: str, source: str) -> Config:
 def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config:
     """The config of a tree of dicts, every value checked against the type of its field; `source` opens the messages."""
     try:
-        return pydantic.TypeAdapter(cls).validate_python(tree)
+        config = pydantic.TypeAdapter(cls).validate_python(tree)
     except pydantic.ValidationError as error:
         wrong = _first(error)
         name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
         raise UserError(": ".join(part for part in (source, name, _first_line(error)) if part)) from None
+    _check_integers(dataclasses.asdict(config), f"{source}: " if source else "")  # type: ignore[call-overload]
+    return config
 
 
 def read_value(annotation: Any, name: str, text: str) -> Any:
@@ -58,9 +60,11 @@ def read_value(annotation: Any, name: str, text: str) -> Any:
       UserError: the text is not of this type; `name` is what the message calls the field.
     """
     try:
-        return pydantic.TypeAdapter(annotation).validate_python(_parse(annotation, text))
+        value = pydantic.TypeAdapter(annotation).validate_python(_parse(annotation, text))
     except pydantic.ValidationError as error:
         raise UserError(f"{name}={text!r}: {_first_line(error)}") from None
+    _check_integers(value, "", name)
+    return value
 
 
 def fields_of(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -116,6 +120,15 @@ def _parse(annotation: Any, text: str) -> Any:
     if any(typing.get_origin(option) is tuple for option in options):
         return [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
     return text
+
+
+def _check_integers(value: Any, opening: str, *path: str) -> None:
+    """Raises a `UserError` at an integer, anywhere inside `value`, that an int32 does not hold: JAX's own are no larger."""
+    if isinstance(value, int) and not -(2**31) <= value < 2**31:
+        raise UserError(f"{opening}{'.'.join(path)}={value}: must fit in 32 bits")
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else ()
+    for key, part in parts:
+        _check_integers(part, opening, *path, str(key))
 
 
 def _first(error: pydantic.ValidationError) -> Any:
