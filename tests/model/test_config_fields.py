@@ -176,6 +176,20 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
     ("fields", "message"),
     [
         ({"num_kv_heads": 3}, "num_kv_heads=3"),
+        *(
+            ({name: size}, f"model.{name}={size} must be at least 1")
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "max_position_embeddings",
+            )
+            for size in (0, -1)
+        ),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),

@@ -53,6 +53,12 @@ class ModelConfig:
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
     def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "max_position_embeddings",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise UserError(f"model.{name}={getattr(self, name)} must be at least 1")
         if self.remat not in ("none", "dots", "full"):
             raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
         if self.mlp_tile is not None and self.mlp_tile < 1:
