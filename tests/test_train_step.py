@@ -210,6 +210,13 @@ def test_bad_fields_are_named(field):
         ObjectiveConfig(**{field: -1})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["ar_loss_weight", "fully_masked", "suffix_masked", "distill_temperature"])
+def test_a_number_that_is_not_finite_is_named(field, value):
+    with pytest.raises(UserError, match=f"objective.{field}={value} must be .* and finite"):
+        ObjectiveConfig(**{field: value})
+
+
 def test_the_mlm_loss_by_mask_ratio_parts_the_masked_tokens():
     """Each masked token is in one quarter; a quarter without any has no loss, which is told as NaN."""
     batch = packed_batch()

@@ -62,15 +62,15 @@ class ObjectiveConfig:
         if self.block_size < 1:
             raise UserError(f"objective.block_size={self.block_size} must be at least 1")
         for name in ("ar_loss_weight", "ar_steps", "fully_masked", "suffix_masked"):
-            if getattr(self, name) < 0:
-                raise UserError(f"objective.{name}={getattr(self, name)} must be 0 or more")
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"objective.{name}={getattr(self, name)} must be 0 or more and finite")
         if self.fully_masked + self.suffix_masked > 1:
             raise UserError(
                 f"objective.fully_masked={self.fully_masked} and objective.suffix_masked={self.suffix_masked} are shares "
                 "of the blocks; together they can be 1 at most"
             )
-        if not self.distill_temperature > 0:
-            raise UserError(f"objective.distill_temperature={self.distill_temperature} must be above 0")
+        if not 0 < self.distill_temperature < float("inf"):
+            raise UserError(f"objective.distill_temperature={self.distill_temperature} must be above 0 and finite")
 
     def check_adapter(self, adapter: AdapterConfig | None) -> None:
         """Raises a `UserError` where this cannot be learned by this adapter."""

@@ -172,6 +172,9 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
     assert {x.dtype for x in gradient.values()} == {jnp.dtype("float32")}
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -190,6 +193,8 @@ def test_compute_dtype_and_parameter_dtype_are_two_things():
             )
             for size in (0, -1)
         ),
+        *(({"rope_theta": x}, f"model.rope_theta={x} must be above 0 and finite") for x in (NAN, INF, 0.0, -1.0)),
+        *(({"rms_norm_eps": x}, f"model.rms_norm_eps={x} must be 0 or more and finite") for x in (NAN, INF, -1.0)),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),

@@ -59,6 +59,10 @@ class ModelConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise UserError(f"model.{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.rope_theta < float("inf"):
+            raise UserError(f"model.rope_theta={self.rope_theta} must be above 0 and finite")
+        if not 0 <= self.rms_norm_eps < float("inf"):
+            raise UserError(f"model.rms_norm_eps={self.rms_norm_eps} must be 0 or more and finite")
         if self.remat not in ("none", "dots", "full"):
             raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
         if self.mlp_tile is not None and self.mlp_tile < 1:
