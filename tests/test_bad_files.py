@@ -31,6 +31,15 @@ def written(path: str, text: str):
     return lambda: Path(path).write_text(text)
 
 
+def data_files() -> list[Path]:
+    """The stored place in the data, whatever orbax calls its file."""
+    files = [
+        file for file in Path(CHECKPOINT, "data").rglob("*") if file.is_file() and "next_example" in file.read_text()
+    ]
+    assert files
+    return files
+
+
 GENERATE = "generate --prompt x --max-new-tokens 4"
 CHECKPOINT = "stopped/checkpoints/2"
 
@@ -41,6 +50,13 @@ WORKDIR = {
     ),
     "experiment.json is cut off": Case(
         RESUME, "stopped/experiment.json:1: no JSON", lambda: cut("stopped/experiment.json", 1)
+    ),
+    "experiment.json is no text": Case(
+        RESUME, "stopped/experiment.json: no JSON .*utf-8",
+        lambda: Path("stopped/experiment.json").write_bytes(b'{"name": "\xff"}'),
+    ),
+    "experiment.json is nested without end": Case(
+        RESUME, "stopped/experiment.json: no JSON .*recursion", written("stopped/experiment.json", "[" * 100_000)
     ),
     "experiment.json of a newer version": Case(
         RESUME, "stopped/experiment.json: unknown field train.stepz; did you mean train.steps?",
@@ -70,6 +86,22 @@ WORKDIR = {
     "metrics that are damaged": Case(
         RESUME, "stopped/metrics.jsonl:2: no JSON .*; remove the line",
         written("stopped/metrics.jsonl", '{"step": 1}\nx\n{"step": 3}\n')
+    ),
+    "metrics that are no text": Case(
+        RESUME, "stopped/metrics.jsonl:1: no JSON .*utf-8.*; remove the line",
+        lambda: Path("stopped/metrics.jsonl").write_bytes(b'{"step": "\xff"}\n'),
+    ),
+    "metrics that are no object": Case(
+        RESUME, "stopped/metrics.jsonl:1: no JSON object with its step; remove the line",
+        written("stopped/metrics.jsonl", "[1]\n"),
+    ),
+    "the place in the data is another list": Case(
+        RESUME, "the saved place in the data is of an earlier version or damaged .*; remove that checkpoint or start a new run",
+        lambda: [file.write_text("[1]") for file in data_files()],
+    ),
+    "the place in the data is no number": Case(
+        RESUME, "the saved place in the data is of an earlier version or damaged .*; remove that checkpoint or start a new run",
+        lambda: [file.write_text('{"next_example": ["a"], "next_piece": [0], "skipped_records": [0]}') for file in data_files()],
     ),
     "metrics that are damaged, drawn": Case(
         "metrics stopped", "stopped/metrics.jsonl:1: no JSON .*; remove the line", written("stopped/metrics.jsonl", "x\n")

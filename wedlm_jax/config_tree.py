@@ -17,7 +17,7 @@ from wedlm_jax.errors import UserError
 Config = TypeVar("Config")
 
 
-def from_json(cls: type[Config], text: str, source: str) -> Config:
+def from_json(cls: type[Config], text: str | bytes, source: str) -> Config:
     """Reads what `json.dumps(dataclasses.asdict(...))` wrote.
 
     Args:
@@ -32,6 +32,8 @@ def from_json(cls: type[Config], text: str, source: str) -> Config:
         tree = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{source}:{error.lineno}: no JSON ({error.msg})") from None
+    except (ValueError, RecursionError) as error:  # bytes that are no text, a number of too many digits, deep nesting
+        raise UserError(f"{source}: no JSON ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{source}: holds no {cls.__name__.lower()}")
     known = fields_of(cls)

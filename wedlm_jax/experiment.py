@@ -203,7 +203,7 @@ class Experiment:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, source: str = "experiment") -> Experiment:
+    def from_json(cls, text: str | bytes, source: str = "experiment") -> Experiment:
         """Reads what `to_json` wrote.
 
         Raises:
@@ -216,7 +216,7 @@ class Experiment:
         """The experiment that a workdir was trained as."""
         path = Path(workdir) / FILE
         try:
-            return cls.from_json(path.read_text(), str(path))
+            return cls.from_json(path.read_bytes(), str(path))
         except OSError as error:
             raise UserError(
                 f"{path}: {(error.strerror or 'unreadable').lower()}; "

@@ -188,6 +188,12 @@ def test_stdlib_code_batches_are_those_of_the_first_release(tmp_path):
     [
         ({"next_example": 30}, "the saved place in the data is of an earlier version"),
         (
+            [1],
+            "the saved place in the data is of an earlier version or damaged .* remove that checkpoint or start a new",
+        ),
+        ({"next_example": ["a"], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
+        ({"next_example": [-3], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
+        (
             {"next_example": [3, 4], "next_piece": [0, 0], "skipped_records": [0, 0]},
             "is of 2 groups, and data.num_groups=1",
         ),

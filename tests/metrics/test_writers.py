@@ -11,6 +11,7 @@ import pytest
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.metrics import MetricsWriter, fetch, read_metrics
+from wedlm_jax.metrics.writers import StepLines
 
 
 def test_a_resumed_run_writes_no_step_twice_and_drops_half_a_line(tmp_path):
@@ -70,6 +71,22 @@ def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step"\n')
     with pytest.raises(UserError, match=r"metrics.jsonl:2: no JSON"):
         read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("line", [b'{"step": "\xff"}', b"[1]", b"3", b'{"loss": 1.0}', b'{"step": "a"}', b"[" * 10_000])
+def test_a_damaged_line_is_named_when_a_run_goes_on_too(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    for read in (lambda: read_metrics(tmp_path), lambda: StepLines(tmp_path / "metrics.jsonl", start_step=3)):
+        with pytest.raises(UserError, match=r"metrics.jsonl:2: no JSON .*; remove the line") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_half_a_line_that_ends_within_a_character_is_dropped(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes('{"step": 1, "completion": "é"}\n{"step": 2, "completion": "é'.encode()[:-1])
+    StepLines(path, start_step=2).close()
+    assert path.read_text(encoding="utf-8") == '{"step": 1, "completion": "é"}\n'
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -95,11 +95,15 @@ class PackedBatches(Iterator[PackedBatch]):
         """Goes on at a state of all groups, in the order of the processes.
 
         Raises:
-            UserError: the state is of another number of groups, or none at all.
+            UserError: the state is of another number of groups, of an earlier version or damaged.
         """
         names = [field.name for field in dataclasses.fields(Place)]
-        if not all(isinstance(state.get(name), list) for name in names):
-            raise UserError("the saved place in the data is of an earlier version and cannot be read; start a new run")
+        lists = [state.get(name) for name in names] if isinstance(state, dict) else [None]
+        if not all(isinstance(one, list) and all(type(x) is int and x >= 0 for x in one) for one in lists):
+            raise UserError(
+                "the saved place in the data is of an earlier version or damaged (data, in the newest of checkpoints); "
+                "remove that checkpoint or start a new run"
+            )
         if any(len(state[name]) != self._num_groups for name in names):
             raise UserError(
                 f"the saved place in the data is of {len(state[names[0]])} groups, and data.num_groups={self._num_groups}"
@@ -107,7 +111,7 @@ class PackedBatches(Iterator[PackedBatch]):
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         self._ahead = self._pending = None
-        self._places = [Place(*(int(state[name][group]) for name in names)) for group in self._groups]
+        self._places = [Place(*(state[name][group] for name in names)) for group in self._groups]
 
     def _make(self) -> tuple[PackedBatch, list[Place]]:
         if self._pending is None:

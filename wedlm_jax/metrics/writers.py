@@ -49,12 +49,12 @@ class StepLines:
         with writing(self._path, _KEPT):
             self._file.close()
 
-    def _lines(self) -> list[str]:
+    def _lines(self) -> list[bytes]:
         """The complete lines; a killed run may have left half a line at the end."""
         if not self._path.is_file():
             return []
         with writing(self._path, _KEPT):
-            *lines, _ = self._path.read_text(encoding="utf-8").split("\n")
+            *lines, _ = self._path.read_bytes().split(b"\n")
         return lines
 
 
@@ -119,21 +119,25 @@ def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     """The logged steps of a workdir, in order; None stands for a number that was not finite.
 
     Raises:
-      UserError: there is no such file, or a line of it is no JSON.
+      UserError: there is no such file, or a line of it is no JSON object with its step.
     """
     path = Path(workdir) / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
-    return [record for _, record in _records(path, path.read_text(encoding="utf-8").splitlines())]
+    return [record for _, record in _records(path, path.read_bytes().splitlines())]
 
 
-def _records(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line with what it says."""
     for number, line in enumerate(lines, 1):
         try:
-            yield line, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: no JSON ({error.msg}); remove the line") from None
+            text = line.decode()
+            record = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}:{number}: no JSON ({error}); remove the line") from None
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise UserError(f"{path}:{number}: no JSON object with its step; remove the line")
+        yield text, record
 
 
 def fetch(metrics: Mapping[str, jax.Array]) -> dict[str, float | int | None]:
