@@ -121,10 +121,17 @@ def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
     one_line(caught)
 
 
-def test_a_split_without_documents_ends(tmp_path):
+@pytest.mark.parametrize(
+    ("split", "share", "message"),
+    [
+        ("held_out", 0.0, "the held-out split holds no document; raise data.held_out_share"),
+        ("train", 0.9999, "the training split holds no document; lower data.held_out_share"),
+    ],
+)
+def test_a_split_without_documents_ends_and_says_which(tmp_path, split, share, message):
     path = write_lines(tmp_path / "chat.jsonl", GOOD)
-    with pytest.raises(UserError, match="no document of this split; a larger data.held_out_share"):
-        next(stream(config_of(path), split="held_out"))
+    with pytest.raises(UserError, match=message):
+        next(stream(config_of(path, held_out_share=share), split=split))
 
 
 def test_what_was_handed_out_before_a_bad_record_stays_valid(tmp_path):

@@ -48,7 +48,7 @@ class Documents:
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
-        self._config, self._split, self._seed = config, split, seed
+        self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(tokenizer, config.end_token)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.epoch = sum(len(source) for source in self._sources)  # documents, of both splits where a source has both
@@ -73,7 +73,7 @@ class Documents:
         number, place = self._order[index]
         source = self._sources[number]
         raw = source.fetch(place)
-        if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self._split:
+        if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
             return Document()
         try:
             return Document(self._examples(source.parse(place, raw), index))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,11 @@ from wedlm_jax.errors import UserError
 __all__ = ["DataConfig", "PackedBatches", "State", "batches", "make_tokenizer"]
 
 State = dict[str, list[int]]  # one int for every group
+
+_NO_DOCUMENT: Mapping[Split, str] = {
+    "train": "the training split holds no document; lower data.held_out_share",
+    "held_out": "the held-out split holds no document; raise data.held_out_share",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +60,7 @@ class PackedBatches(Iterator[PackedBatch]):
         pad_token_id: int,
         num_workers: int = 0,
     ):
-        self._reader = Reader(documents, num_workers)
-        self._barren = 3 * documents.epoch + 100  # so many documents without an example, and there will be none
+        self._reader, self._documents = Reader(documents, num_workers), documents
         self._groups, self._num_groups = groups, num_groups
         self._pack = {
             "num_rows": rows_per_group, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id,
@@ -116,7 +120,7 @@ class PackedBatches(Iterator[PackedBatch]):
     def _make(self) -> tuple[PackedBatch, list[Place]]:
         if self._pending is None:
             self._pending = [
-                _Pending(_examples(self._reader, place, self._num_groups, self._barren)) for place in self._places
+                _Pending(_examples(self._reader, self._documents, place, self._num_groups)) for place in self._places
             ]
         parts = []
         for pending in self._pending:
@@ -153,10 +157,11 @@ class _Pending:
         return self._read[0][0]
 
 
-def _examples(reader: Reader, start: Place, step: int, barren: int) -> Iterator[tuple[Place, Example]]:
+def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> Iterator[tuple[Place, Example]]:
     """Every piece of the documents from `start` on, each with its own place."""
     skipped, without, reason = start.skipped_records, 0, None
     index, first = start.next_example, start.next_piece
+    barren = 3 * documents.epoch + 100  # so many documents without an example, and there will be none
     for document in reader.read(index, step):
         if document.skipped is not None:
             skipped, reason = skipped + 1, document.skipped
@@ -165,9 +170,8 @@ def _examples(reader: Reader, start: Place, step: int, barren: int) -> Iterator[
         without, reason = (0, None) if document.examples else (without + 1, reason)
         if without > barren:
             raise UserError(
-                f"every record of the data is bad, the last: {reason}" if reason else
-                "the data holds no document of this split; a larger data.held_out_share holds out more"
-            )  # fmt: skip
+                f"every record of the data is bad, the last: {reason}" if reason else _NO_DOCUMENT[documents.split]
+            )
         index, first = index + step, 0
 
 
