@@ -3,7 +3,7 @@
 import re
 import sys
 
-from benchmarks import admission, decode_forward
+from benchmarks import admission, decode_forward, idle_rows
 from benchmarks.quickstart_seeds import line_of, mean
 from tests.evals.models import tiny_model
 from wedlm_jax.pretrained import save
@@ -50,3 +50,17 @@ def test_admission_starts_the_same_requests_both_ways(tmp_path, monkeypatch, cap
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == ["4", "9"]
     assert all(float(cell) > 0 for row in rows for cell in row)
+
+
+def test_idle_rows_times_the_same_request_beside_rows_that_hold_something_and_rows_that_do_not(
+    tmp_path, monkeypatch, capsys
+):
+    save(tiny_model(), tmp_path / "tiny")
+    flags = f"--model {tmp_path / 'tiny'} --held 40 --rows 2 --tokens 4 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["idle_rows", *flags.split()])
+    idle_rows.main()
+    rows = [
+        line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| [av]", line)
+    ]
+    assert [row[0] for row in rows] == ["ar", "verified"]
+    assert all(float(cell) > 0 for row in rows for cell in row[1:])
