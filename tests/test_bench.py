@@ -48,6 +48,22 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypat
     assert "GFLOP/s" in said and f"counting, batch 2, {prompt} (one problem) + 6 tokens" in said
 
 
+def test_prompts_longer_than_what_a_task_can_make_are_left_out_before_anything_is_decoded(monkeypatch):
+    drawn = {"counting": command.problems_of("counting")[:3], "word_problems": command.problems_of("word_problems")}
+    args = command.Bench("x", tasks=("counting", "word_problems"), batches=(1, 8), prompts=(300,), outputs=(6, 8))
+    found, left_out = command.works(args, tiny_model(), drawn)
+    assert {work.task for work in found} == {"word_problems"} and len(found) == 4
+    [line] = left_out
+    assert line.startswith("Left out: counting in prompts of 300, as its 3 problems make ")
+
+
+def test_the_default_prompts_can_be_made_with_a_tokenizer_of_a_large_vocabulary():
+    defaults = command.Bench("x")
+    for name in defaults.tasks:
+        characters = sum(len(f"{problem.prompt}{problem.solution}") for problem in command.problems_of(name))
+        assert characters / 4.5 > 1.3 * max(defaults.prompts)  # 4.5 characters a token is much, of digits above all
+
+
 def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_path):
     with_fake_engines(monkeypatch, tmp_path)
     for module in ("speed", "beside_official"):

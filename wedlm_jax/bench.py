@@ -35,10 +35,10 @@ from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, where_they_part
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
-from wedlm_jax.evals.speed import Speed, Work, compare, own_length
+from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.sweep import settings_as_json
-from wedlm_jax.evals.tasks import task, text_continuation
+from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
@@ -162,27 +162,32 @@ def started(
 
 
 def works(args: Bench, model: Model, problems: dict[str, list[Problem]]) -> tuple[list[Work], list[str]]:
-    """What fits into the model's context, and a line about each pair of lengths that does not."""
+    """What fits into the model's context and can be made of the problems, and a line about each length that is left out."""
     context = model.config.max_position_embeddings
     found, left_out = [], []
     for name in args.tasks:
         own = own_length(model, problems[name]) if 0 in args.prompts else 0
+        longest = longest_prompt(model, problems[name])
         for batch in args.batches:
             for prompt in args.prompts:
                 for output in args.outputs:
                     work = Work(name, batch, prompt or own, output, alone=not prompt)
-                    if work.prompt_tokens + output <= context:
-                        found.append(work)
-                    else:
+                    if work.prompt_tokens + output > context:
                         left_out.append(
                             f"Left out: prompts of {work.prompt_tokens} with outputs of {output}, which exceed the model's "
                             f"context of {context}."
                         )
+                    elif prompt > longest:
+                        left_out.append(
+                            f"Left out: {name} in prompts of {prompt}, as its {len(problems[name])} problems make {longest}."
+                        )
+                    else:
+                        found.append(work)
     return found, list(dict.fromkeys(left_out))
 
 
 def problems_of(name: TaskName) -> list[Problem]:
-    chosen = text_continuation(code_files("held_out"), CHARACTERS) if name == "stdlib_code" else task(name)
+    chosen = text_pieces(code_files("held_out"), CHARACTERS) if name == "stdlib_code" else task(name)
     return chosen.problems(PROBLEMS, 0)
 
 

@@ -12,7 +12,7 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
-from wedlm_jax.evals.speed import Work, compare, own_length, prompts_of
+from wedlm_jax.evals.speed import Work, compare, longest_prompt, own_length, prompts_of
 
 PROBLEMS = [Problem("echo", f"Question {i}: what? ", f"Answer {i}.", str(i)) for i in range(6)]
 WORK = Work("echo", batch=2, prompt_tokens=24, output_tokens=8)
@@ -33,6 +33,15 @@ def test_every_prompt_has_exactly_the_length_asked_for_and_ends_in_a_problem_of_
 def test_a_prompt_longer_than_all_problems_is_refused_with_what_to_lower():
     with pytest.raises(UserError, match="make .* tokens, and prompts of 100000 are wanted; lower --prompts"):
         prompts_of(tiny_model(), PROBLEMS, Work("echo", 1, 100_000, 8))
+
+
+def test_the_longest_prompt_is_the_one_that_every_row_can_have():
+    model = tiny_model()
+    problems = [*PROBLEMS, Problem("echo", "Short? ", "A solution that is longer than those of the others.", "")]
+    longest = longest_prompt(model, problems)
+    assert [len(ids) for ids in prompts_of(model, problems, Work("echo", 7, longest, 8))] == [longest] * 7
+    with pytest.raises(UserError):
+        prompts_of(model, problems, Work("echo", 7, longest + 1, 8))
 
 
 def test_a_prompt_may_be_one_problem_alone_of_the_commonest_length():

@@ -7,7 +7,7 @@ import pytest
 from wedlm_jax.data.quickstart_tasks import TASKS, split_of
 from wedlm_jax.data.stdlib_code import CodeFile
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.tasks import task, text_continuation, wilson_interval
+from wedlm_jax.evals.tasks import task, text_continuation, text_pieces, wilson_interval
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -42,6 +42,17 @@ def test_text_prompts_are_whole_lines_of_distinct_files():
         assert len(problem.prompt) >= 50 and problem.prompt.endswith("\n") and problem.prompt.startswith("line")
     assert len(of.problems(7, 0)) == 6  # all there are
     assert text_continuation(files, 10_000).problems(1, 0) == []
+
+
+def test_text_pieces_are_whole_lines_of_which_none_comes_twice():
+    files = [CodeFile(f"{i}.py", "".join(f"line {i} {j}\n" for j in range(100))) for i in range(3)]
+    pieces = [problem.prompt for problem in text_pieces(files, 50).problems(1000, 0)]
+    lines = [line for piece in pieces for line in piece.splitlines()]
+    assert len(lines) == len(set(lines)) > 280
+    assert all(len(piece) >= 50 and any(f"\n{piece}" in f"\n{file.text}" for file in files) for piece in pieces)
+    some = text_pieces(files, 50).problems(5, 0)
+    assert [problem.prompt for problem in some] == pieces[:5] and some != text_pieces(files, 50).problems(5, 1)
+    assert text_pieces(files, 10_000).problems(1, 0) == []
 
 
 def test_wilson_interval_solves_its_quadratic():

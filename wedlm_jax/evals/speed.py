@@ -70,7 +70,7 @@ def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[li
         for before in _others(problems, row):
             if len(ids) >= work.prompt_tokens:
                 break
-            ids = encode_with_control_tokens(model.tokenizer, f"{before.prompt}{before.solution}\n") + ids
+            ids = _solved(model, before) + ids
         if len(ids) < work.prompt_tokens:
             raise UserError(
                 f"{len(problems)} problems of {work.task} make {len(ids)} tokens, and prompts of {work.prompt_tokens} are "
@@ -83,6 +83,17 @@ def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[li
 def own_length(model: Model, problems: Sequence[Problem]) -> int:
     """The commonest length of a problem's prompt by itself, in tokens."""
     return statistics.mode(len(ids) for ids in map(_encoder(model), problems))
+
+
+def longest_prompt(model: Model, problems: Sequence[Problem]) -> int:
+    """Tokens of the prompt that every problem can have, with all the others solved before it."""
+    encode = _encoder(model)
+    solved = [len(_solved(model, problem)) for problem in problems]
+    return sum(solved) - max(own - len(encode(problem)) for own, problem in zip(solved, problems, strict=True))
+
+
+def _solved(model: Model, problem: Problem) -> list[int]:
+    return encode_with_control_tokens(model.tokenizer, f"{problem.prompt}{problem.solution}\n")
 
 
 def _encoder(model: Model) -> Callable[[Problem], list[int]]:

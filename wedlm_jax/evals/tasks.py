@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -49,6 +49,25 @@ def text_continuation(files: list[CodeFile], characters: int) -> Task:
         return [Problem("held_out_text", excerpt(long_enough[i].text, characters, random)[0], "", "") for i in chosen]
 
     return Task("held_out_text", problems, None)
+
+
+def text_pieces(files: list[CodeFile], characters: int) -> Task:
+    """Prompts that share no line: the held-out files cut into pieces of whole lines, at least `characters` long; no answer."""
+
+    def problems(limit: int, seed: int) -> list[Problem]:
+        pieces = [piece for file in files for piece in _pieces(file.text, characters)]
+        chosen = np.random.default_rng(seed).permutation(len(pieces))[:limit]
+        return [Problem("held_out_text", pieces[i], "", "") for i in chosen]
+
+    return Task("held_out_text", problems, None)
+
+
+def _pieces(text: str, characters: int) -> Iterator[str]:
+    """One behind the other; a rest that is shorter is left out."""
+    start = 0
+    while end := text.find("\n", start + characters - 1) + 1:
+        yield text[start:end]
+        start = end
 
 
 def excerpt(text: str, characters: int, random: np.random.Generator) -> tuple[str, str]:
