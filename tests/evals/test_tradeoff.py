@@ -8,7 +8,7 @@ import pytest
 from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.order import Order
-from wedlm_jax.evals.sweep import Row, _as_json
+from wedlm_jax.evals.sweep import Row, settings_as_json
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evals.tradeoff import Point, failed, failure_region, grid, measure, pareto_front, rank_correlations
 
@@ -60,7 +60,7 @@ def test_the_region_of_failure_is_named_by_window_threshold_and_penalty():
             place = (0.1, 0.4, math.inf).index(setting.config.entropy_threshold)
             accuracy = shift or accuracies[setting.config.distance_penalty][place]
             made = point(setting.label, accuracy, 10)
-            points.append(Point(dataclasses.replace(made.row, settings=_as_json(setting.config)), made.order))
+            points.append(Point(dataclasses.replace(made.row, settings=settings_as_json(setting.config)), made.order))
     assert failure_region(points, 1.0) == [
         "W = 16: every tau at lambda 0; tau >= 0.4 at lambda 0.02, 0.5; tau = 0.1 at lambda 1"
     ]
