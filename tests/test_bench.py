@@ -33,7 +33,7 @@ def run(monkeypatch, capsys, *args):
 def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypatch, capsys, model_dir, tmp_path):
     status, out, err = run(
         monkeypatch, capsys, "--model", model_dir, "--tasks", "counting", "--decoders", "verified", "lookup",
-        "--batches", 1, 2, "--prompts", 0, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
+        "--batches", 1, 2, 1, "--prompts", 0, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
     )  # fmt: skip
     assert status == 0, err
     results = json.loads((tmp_path / "out" / "bench.json").read_text())

@@ -22,7 +22,7 @@ def model_dir(tmp_path_factory):
 
 
 def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, model_dir, tmp_path):
-    flags = ("--tasks", "counting", "--limit", "2", "--thresholds", "inf", "--fill-rules", "each", "--confidences", "0.5",
+    flags = ("--tasks", "counting", "--limit", "2", "--thresholds", "inf", "--fill-rules", "each", "each", "--confidences", "0.5",
              "--window-size", "4", "--block-size", "4", "--max-new-tokens", "6", "--batch-size", "2", "--out",
              str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])

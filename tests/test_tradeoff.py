@@ -20,8 +20,8 @@ def model_dir(tmp_path_factory):
 
 
 def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, capsys, model_dir, tmp_path):
-    flags = ("--task", "counting", "--limit", "2", "--windows", "4", "--thresholds", "0.1", "inf", "--penalties", "0", "1",
-             "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
+    flags = ("--task", "counting", "--limit", "2", "--windows", "4", "--thresholds", "0.1", "inf", "0.1", "--penalties", "0",
+             "1", "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
     command.main()
     results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())

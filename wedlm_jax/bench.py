@@ -39,7 +39,7 @@ from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_leng
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.sweep import settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
-from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.version import __version__
@@ -251,7 +251,7 @@ def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates:
 
 @entry
 def main() -> None:
-    args = parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = each_once(parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:])))
     require_positive(args, "batches", "outputs", "repeats")
     if min(args.prompts, default=-1) < 0:
         raise UserError("--prompts: give lengths in tokens, or 0 for one problem alone")

@@ -26,7 +26,7 @@ from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
-from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -140,8 +140,8 @@ def findings(name: str, points: Sequence[Point]) -> list[str]:
 
 @entry
 def main() -> None:
-    args = parse(
-        Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__, args=spell_none(sys.argv[1:])
+    args = each_once(
+        parse(Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__, args=spell_none(sys.argv[1:]))
     )
     require_positive(args, "limit", "batch_size")
     instead = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Sequence
@@ -52,6 +53,13 @@ def parse(
         if exit.code in (None, 0):
             raise
         raise UserError(f"{_one_line(shown.getvalue())}; {prog} --help shows the flags") from None
+
+
+def each_once(flags: Flags) -> Flags:
+    """Without what a list flag holds a second time: it would be measured twice under one name."""
+    lists = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
+    once = {name: tuple(dict.fromkeys(values)) for name, values in lists.items() if isinstance(values, tuple)}
+    return dataclasses.replace(flags, **once)  # type: ignore[type-var]
 
 
 def require_positive(flags: Any, *names: str) -> None:

@@ -30,7 +30,7 @@ from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
-from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
 from wedlm_jax.version import __version__
@@ -153,8 +153,8 @@ def levels_table(found: OpenEnded) -> Table:
 
 @entry
 def main() -> None:
-    args = parse(
-        OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__, args=spell_none(sys.argv[1:])
+    args = each_once(
+        parse(OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__, args=spell_none(sys.argv[1:]))
     )
     require_positive(args, "characters", "limit", "batch_size")
     refuse_beside(args.decode, DecodeConfig(), {"entropy_threshold": "--thresholds"})

@@ -35,7 +35,7 @@ from wedlm_jax.evals.tradeoff import (
     rank_correlations,
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
-from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.version import __version__
 
 
@@ -115,7 +115,9 @@ def _failures(points: list[Point], accuracy: float, whose: str) -> str:
 
 @entry
 def main() -> None:
-    args = parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = each_once(
+        parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__, args=spell_none(sys.argv[1:]))
+    )
     require_positive(args, "windows", "limit", "batch_size")
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
     refuse_beside(args.decode, DecodeConfig(), gridded)
