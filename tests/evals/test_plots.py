@@ -1,9 +1,12 @@
-"""The plot has a panel for every task with answers."""
+"""The plot has a panel for every task with answers; no picture cuts off what it says."""
 
+import pytest
 from matplotlib import pyplot as plt
 
 from tests.evals.test_show import row
 from wedlm_jax.evals.plots import plot_results
+from wedlm_jax.evals.speed import Speed, Work
+from wedlm_jax.evals.speed_plot import plot_speeds
 
 
 def test_the_plot_is_a_png_with_two_panels_a_task_and_none_for_tasks_without_answers(tmp_path, monkeypatch):
@@ -21,3 +24,23 @@ def test_the_plot_is_a_png_with_two_panels_a_task_and_none_for_tasks_without_ans
     ((x, y),) = figure.axes[0].containers[0].lines[0].get_xydata()
     assert (x, y) == (4.25, 0.9)
     assert len(figure.axes[0].containers) == 3
+
+
+@pytest.mark.parametrize("lengths", [1, 3])
+def test_title_and_legend_of_the_speeds_lie_inside_the_picture(lengths, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plt, "close", seen.append)
+    speeds = [
+        Speed(Work("word_problems", 1, 70, output, alone=True), decoder, 6, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, 1.0, 1)
+        for output in (1024, 256, 512)[:lengths]
+        for decoder in ("ar", "lookup", "blockwise", "streaming", "verified", "transformers", "vllm")
+    ]
+    plot_speeds(
+        speeds, tmp_path / "bench.png", "/somewhere/exports/quickstart_adapter on NVIDIA H100 80GB HBM3, 1 device"
+    )
+    (figure,) = seen
+    box = figure.bbox
+    for said in (figure._suptitle, *figure.legends, *(axes.title for axes in figure.axes)):
+        extent = said.get_window_extent()
+        assert box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
+    assert figure.legends[0].get_window_extent().y1 <= min(axes.get_tightbbox().y0 for axes in figure.axes)

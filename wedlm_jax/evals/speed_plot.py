@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,15 +16,21 @@ from wedlm_jax.evals.speed import Speed
 
 MARKERS = plots.MARKERS | {"transformers": "x", "vllm": "+"}
 COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
+CHARACTERS_PER_INCH = 10  # of the title's type
+LEGEND_ENTRY = 1.3  # inches that the longest name takes in the legend
 
 
 def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     """Writes a PNG: a line of panels for each task, a column for each pair of prompt and output length."""
     tasks = list(dict.fromkeys(s.work.task for s in speeds))
     lengths = list(dict.fromkeys(_lengths(s) for s in speeds))
-    size = 3.4 * len(lengths) + 0.6, 2.9 * len(tasks) + 1.0
-    figure, grid = plt.subplots(len(tasks), len(lengths), figsize=size, squeeze=False, sharex=True, dpi=110)
     decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
+    width = 3.4 * len(lengths) + 0.6
+    title = textwrap.fill(title, int(CHARACTERS_PER_INCH * width))
+    columns = min(1 + len(decoders), int(width / LEGEND_ENTRY))
+    above, below = 0.3 * len(title.splitlines()), 0.1 + 0.25 * -(-(1 + len(decoders)) // columns)
+    size = width, 2.9 * len(tasks) + above + below
+    figure, grid = plt.subplots(len(tasks), len(lengths), figsize=size, squeeze=False, sharex=True, dpi=110)
     for line, task in zip(grid, tasks, strict=True):
         for axes, (prompt, output) in zip(line, lengths, strict=True):
             here = [s for s in speeds if (s.work.task, *_lengths(s)) == (task, prompt, output)]
@@ -39,7 +46,7 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
             axes.axhline(1.0, color=COLOURS["ar"], linewidth=1, linestyle="--", label="AR")
             axes.set_xscale("log", base=2)
             axes.set_ylim(bottom=0)
-            axes.set_title(f"{task.replace('_', ' ')}, {prompt or 'one problem'} + {output} tokens", fontsize=9)
+            axes.set_title(f"{task.replace('_', ' ')}, {prompt or 'one problem'} + {output} tokens", fontsize=8)
             axes.grid(color="#e4e4e4")
             axes.set_axisbelow(True)
         line[0].set_ylabel("tokens/s over AR's")
@@ -47,8 +54,8 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
         axes.set_xlabel("batch")
     handles, names = grid[0, 0].get_legend_handles_labels()
     figure.suptitle(title, fontsize=12)
-    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False)
-    figure.tight_layout(rect=(0, 0.35 / size[1], 1, 0.99))
+    figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False)
+    figure.tight_layout(rect=(0, below / size[1], 1, 1))
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
 
