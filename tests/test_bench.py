@@ -5,9 +5,12 @@ import sys
 
 import pytest
 
+from tests.bad_input import full_disk
 from tests.baselines.engines import with_fake_engines
 from tests.evals.models import tiny_model
 from wedlm_jax import bench as command
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.speed import Speed, Work
 from wedlm_jax.pretrained import save
 
@@ -83,6 +86,15 @@ def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_
 
 def speed(decoder, batch, over_ar, tokens=6):
     return Speed(Work("counting", batch, 8, 6), decoder, tokens, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, over_ar, 1)
+
+
+def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
+    args, rates = command.Bench("x", out=tmp_path), Rates(1e9, 1e9)
+    command.save(args, [speed("ar", 1, 1.0)], [], rates)
+    before = (tmp_path / "bench.json").read_bytes()
+    with pytest.raises(UserError, match=r"bench.json: cannot be written \(file too large\)"), full_disk():
+        command.save(args, [speed("ar", 1, 1.0), speed("lookup", 1, 2.0)], [], rates)
+    assert (tmp_path / "bench.json").read_bytes() == before
 
 
 def test_it_says_which_completions_are_shorter_than_what_was_asked_for():

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+from rich.console import Console
 
+from tests.bad_input import full_disk
 from tests.evals.models import tiny_model
 from wedlm_jax import evaluate as command
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.tasks import wilson_interval
 from wedlm_jax.experiment import load_experiment
 from wedlm_jax.pretrained import save
@@ -163,3 +167,12 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
 )
 def test_bad_flags_are_one_line(refused, flags, complaint):
     assert complaint in refused(*flags)
+
+
+def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
+    plan = command.Plan("x", {}, [], [], EvaluationConfig(), None, tmp_path)
+    command.save(plan, [], {"rows": []}, Console(quiet=True))
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(UserError, match=r"results.json: cannot be written \(file too large\)"), full_disk():
+        command.save(plan, [], {"rows": [1]}, Console(quiet=True))
+    assert (tmp_path / "results.json").read_bytes() == before

@@ -9,19 +9,7 @@ from tests.evals.models import tiny_model
 from wedlm_jax import open_ended as command
 from wedlm_jax.pretrained import save
 
-FLAGS = [
-    "--max-new-tokens",
-    "6",
-    "--window-size",
-    "4",
-    "--block-size",
-    "4",
-    "--thresholds",
-    "inf",
-    "inf",
-    "--limit",
-    "3",
-]
+FLAGS = ["--max-new-tokens=6", "--window-size=4", "--block-size=4", "--limit=3", "--thresholds", "inf", "inf"]
 
 
 @pytest.fixture(scope="module")

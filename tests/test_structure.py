@@ -16,7 +16,7 @@ LONGEST_FILE = 350  # lines; a longer one holds two concepts
 # A room (a folder or a module of the package) imports from the floors below its own.
 FLOORS = (
     {"errors", "host_memory", "version"},
-    {"config_tree", "flags", "lifeline", "program_costs"},
+    {"config_tree", "flags", "lifeline", "program_costs", "results"},
     {"distributed"},
     {"ops", "preemption"},
     {"sharding"},

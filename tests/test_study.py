@@ -7,6 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from rich.console import Console
 
+from tests.bad_input import full_disk
 from wedlm_jax import train
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
@@ -101,6 +102,27 @@ def test_an_evaluation_without_the_measured_number_is_named(tmp_path):
 
     with pytest.raises(UserError, match=r"3/base__adapted/evaluation/results.json: holds no accuracy; remove it"):
         run_study(STUDY, tmp_path, evaluates_to_nothing, QUIET)
+
+
+def test_an_evaluation_that_was_cut_off_is_named_and_can_be_made_again(tmp_path):
+    run_study(STUDY, tmp_path, Commands(), QUIET)
+    source = tmp_path / "5" / "base__adapted" / "evaluation" / "results.json"
+    source.write_text('{"rows": [')
+    with pytest.raises(
+        UserError, match=r"5/base__adapted/evaluation/results.json: is not JSON \(.*\); remove it, and the"
+    ):
+        run_study(STUDY, tmp_path, Commands(), QUIET)
+    source.unlink()
+    source.parent.rmdir()
+    run_study(STUDY, tmp_path, Commands(), QUIET)
+
+
+def test_a_study_that_cannot_be_saved_leaves_the_summary_before_it(tmp_path):
+    run_study(STUDY, tmp_path, Commands(), QUIET)
+    before = (tmp_path / "results.json").read_bytes()
+    with pytest.raises(UserError, match=r"results.json: cannot be written \(file too large\)"), full_disk():
+        run_study(STUDY, tmp_path, Commands(), QUIET)
+    assert (tmp_path / "results.json").read_bytes() == before
 
 
 def test_a_command_that_fails_ends_the_study_with_its_line(tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import sys
 import tempfile
@@ -42,6 +41,7 @@ from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
+from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
@@ -131,8 +131,8 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     ]:
         console.print(line)
     if args.out is not None:
-        with writing(args.out):
-            plot_speeds(speeds, args.out / "bench.png", f"{args.model} on {device()}")
+        with replacing(args.out / "bench.png") as partial:
+            plot_speeds(speeds, partial, f"{args.model} on {device()}")
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
     return speeds
 
@@ -236,17 +236,12 @@ def where_rows_ended_early(speeds: Sequence[Speed]) -> list[str]:
 
 def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates) -> None:
     assert args.out is not None
-    rows = [
-        {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in dataclasses.asdict(speed).items()}
-        for speed in speeds
-    ]
     results: dict[str, Any] = {
         "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
-        "repeats": args.repeats, "settings": settings_as_json(args.decode), "rates": dataclasses.asdict(rates), "rows": rows,
-        "official": [dataclasses.asdict(row) for row in besides],
+        "repeats": args.repeats, "settings": settings_as_json(args.decode), "rates": dataclasses.asdict(rates),
+        "rows": [dataclasses.asdict(speed) for speed in speeds], "official": [dataclasses.asdict(row) for row in besides],
     }  # fmt: skip
-    with writing(args.out):
-        (args.out / "bench.json").write_text(json.dumps(results, indent=2) + "\n")
+    write_json(args.out / "bench.json", results)
 
 
 @entry

@@ -7,7 +7,6 @@ python -m wedlm_jax.cacheability --model exports/quickstart --tasks counting --t
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -108,9 +108,9 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
                 for name, (ar, points) in measured.items()
             },
         }  # fmt: skip
-        with writing(args.out):
-            (args.out / "cacheability.json").write_text(json.dumps(results, indent=2) + "\n")
-            plot_cacheability({name: points for name, (_, points) in measured.items()}, args.out / "cacheability.png")
+        write_json(args.out / "cacheability.json", results)
+        with replacing(args.out / "cacheability.png") as partial:
+            plot_cacheability({name: points for name, (_, points) in measured.items()}, partial)
         console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
     return measured
 

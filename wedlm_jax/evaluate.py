@@ -7,7 +7,6 @@ python -m wedlm_jax.evaluate --model exports/quickstart --task counting --decode
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text is scored
@@ -248,12 +248,12 @@ def show_one_decode(plan: Plan, console: Console) -> None:
 def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:
     if plan.out is None:
         return
-    with writing(plan.out):
-        (plan.out / "results.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-        written = ["results.json"]
-        if any(row.accuracy is not None for row in rows):
-            plot_results(rows, plan.out / "results.png", f"{plan.title} on {device()}")
-            written.append("results.png")
+    write_json(plan.out / "results.json", results)
+    written = ["results.json"]
+    if any(row.accuracy is not None for row in rows):
+        with replacing(plan.out / "results.png") as partial:
+            plot_results(rows, partial, f"{plan.title} on {device()}")
+        written.append("results.png")
     console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
 
 

@@ -8,7 +8,6 @@ python -m wedlm_jax.open_ended --model DIR --input stories.jsonl --temperature 0
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -33,6 +32,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
+from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 
@@ -109,9 +109,9 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
             "model": args.model, "device": device(), "version": __version__, "prompts": args.input and str(args.input),
             **dataclasses.asdict(found),
         }  # fmt: skip
-        with writing(args.out):
-            (args.out / "open_ended.json").write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n")
-            plot_open_ended(found, args.out / "open_ended.png", title)
+        write_json(args.out / "open_ended.json", results)
+        with replacing(args.out / "open_ended.png") as partial:
+            plot_open_ended(found, partial, title)
         console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}")
     return found
 

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.results import replacing, write_json
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
 
@@ -157,7 +158,7 @@ def run_study(
             source = folder / RESULTS
             if not source.is_file():
                 run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder)])
-            results = json.loads(source.read_text())
+            results = _read(source)
             for measure in study.measures:
                 values[arm][measure.label].append(measure.read(results, source))
             for curve in study.curves:
@@ -165,11 +166,19 @@ def run_study(
     summary: dict[str, Any] = {"name": study.name, "seeds": list(study.seeds), "arms": values}
     if study.curves:
         summary["curves"] = curves
-    (workdir / "results.json").write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-    _plot(study, values, curves, workdir / "results.png")
+    write_json(workdir / "results.json", summary)
+    with replacing(workdir / "results.png") as partial:
+        _plot(study, values, curves, partial)
     console.print(_table(study, values))
     console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
     return summary
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        return json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:  # cut off, or not UTF-8
+        raise UserError(f"{source}: is not JSON ({error}); remove it, and the study evaluates again") from error
 
 
 def _training(stage: Stage, folder: Path, before: Path | None, seed: int) -> Iterator[str]:

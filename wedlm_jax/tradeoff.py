@@ -7,8 +7,6 @@ python -m wedlm_jax.tradeoff --model exports/quickstart --task counting --window
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,6 +34,7 @@ from wedlm_jax.evals.tradeoff import (
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 
@@ -85,11 +84,11 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
             "model": args.model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
             "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
             "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],
-            "rank_correlations": {k: rho if math.isfinite(rho) else None for k, rho in rank_correlations(points).items()},
+            "rank_correlations": rank_correlations(points),
         }  # fmt: skip
-        with writing(args.out):
-            (args.out / "tradeoff.json").write_text(json.dumps(results, indent=2) + "\n")
-            plot_tradeoff(ar, points, args.out / "tradeoff.png", title)
+        write_json(args.out / "tradeoff.json", results)
+        with replacing(args.out / "tradeoff.png") as partial:
+            plot_tradeoff(ar, points, partial, title)
         console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
     return points
 

@@ -1,0 +1,33 @@
+"""Results are replaced whole or not at all, and are JSON that every reader takes."""
+
+import json
+import math
+
+import pytest
+
+from tests.bad_input import full_disk
+from wedlm_jax.errors import UserError
+from wedlm_jax.results import replacing, write_json
+
+
+def test_a_number_that_is_none_is_null(tmp_path):
+    write_json(tmp_path / "r.json", {"a": [math.nan, 1.5], "b": {2: -math.inf}, "c": ("é", None, 3)})
+    assert (tmp_path / "r.json").read_text(encoding="utf-8").count("é") == 1
+    assert json.loads((tmp_path / "r.json").read_text(encoding="utf-8"), parse_constant=pytest.fail) == {
+        "a": [None, 1.5], "b": {"2": None}, "c": ["é", None, 3],
+    }  # fmt: skip
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    (tmp_path / "r.json").write_text("old\n")
+    with pytest.raises(UserError, match=r"r.json: cannot be written \(file too large\); make room"), full_disk():
+        write_json(tmp_path / "r.json", {"a": 1})
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "old\n")]
+
+
+def test_what_breaks_off_leaves_what_was_there(tmp_path):
+    (tmp_path / "r.png").write_text("old\n")
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "r.png") as partial:
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.png", "old\n")]
