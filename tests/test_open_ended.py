@@ -38,6 +38,16 @@ def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys,
     assert "repeated" in said and "By mean entropy of the prompt" in said and "…" not in said
 
 
+def test_texts_too_short_for_an_n_gram_have_no_repetition(monkeypatch, capsys, folder):
+    out = folder / "short"
+    flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS, "--max-new-tokens=2")
+    monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
+    command.main()
+    results = json.loads((out / "open_ended.json").read_text(), parse_constant=pytest.fail)
+    assert {m["repetition"] for m in results["measures"]} == {m["distinct"]["3"] for m in results["measures"]} == {None}
+    assert "nan" not in capsys.readouterr().out
+
+
 def test_without_input_the_prompts_are_held_out_code(folder):
     (folder / "library").mkdir()
     for i in range(60):  # a twentieth is held out

@@ -8,6 +8,7 @@ python -m wedlm_jax.open_ended --model DIR --input stories.jsonl --temperature 0
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -131,10 +132,14 @@ def texts_table(found: OpenEnded, title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for m in found.measures:
         table.add_row(
-            m.label, " ".join(f"{x:.2f}" for x in m.distinct.values()), f"{m.repetition:.0%}", f"{m.perplexity:.2f}",
-            f"{m.tokens_per_forward:.2f}", f"{m.speedup_over_ar:.2f}x", "-" if m.mauve is None else f"{m.mauve:.2f}",
+            m.label, " ".join(_shown(x, ".2f") for x in m.distinct.values()), _shown(m.repetition, ".0%"),
+            f"{m.perplexity:.2f}", f"{m.tokens_per_forward:.2f}", f"{m.speedup_over_ar:.2f}x", _shown(m.mauve, ".2f"),
         )  # fmt: skip
     return table
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
 
 
 def levels_table(found: OpenEnded) -> Table:

@@ -4,6 +4,8 @@ import pytest
 from matplotlib import pyplot as plt
 
 from tests.evals.test_show import row
+from wedlm_jax.evals.open_ended import OpenEnded, TextMeasures
+from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.speed import Speed, Work
 from wedlm_jax.evals.speed_plot import plot_speeds
@@ -44,3 +46,18 @@ def test_title_and_legend_of_the_speeds_lie_inside_the_picture(lengths, tmp_path
         extent = said.get_window_extent()
         assert box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 and extent.y1 <= box.y1
     assert figure.legends[0].get_window_extent().y1 <= min(axes.get_tightbbox().y0 for axes in figure.axes)
+
+
+def test_the_taus_of_streaming_can_be_told_apart_in_open_ended_generation(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plt, "close", seen.append)
+    settings = {"AR": {"decoder": "ar"}} | {
+        f"tau={tau}": {"decoder": "streaming", "entropy_threshold": tau} for tau in (0.1, 1.0, "inf")
+    }
+    rows = [row(task="low", label=label, settings=of) for label, of in settings.items()]
+    measures = [TextMeasures(label, 9, {1: 1.0, 2: 1.0, 3: 1.0}, 0.0, 2.0, None, 2.0, 5.0, 1.0) for label in settings]
+    plot_open_ended(OpenEnded([0.5], {"low": (0.5, 0.5)}, measures, rows, []), tmp_path / "open_ended.png", "title")
+    (figure,) = seen
+    for axes in figure.axes:
+        ar, *streaming = [line.get_alpha() for line in axes.lines]
+        assert ar == 1 and streaming == sorted(set(streaming)) and len(streaming) == 3

@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from wedlm_jax.evals.open_ended import OpenEnded
-from wedlm_jax.evals.plots import COLOURS, MARKERS
+from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity
 
 
 def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
@@ -20,8 +20,9 @@ def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
     names = [f"{level}\n{low:.2f} to {high:.2f}" for level, (low, high) in found.bounds.items()]
     for measures in found.measures:
         rows = {row.task: row for row in found.rows if row.label == measures.label}
-        decoder = rows[levels[0]].settings["decoder"]
-        style = dict(color=COLOURS[decoder], marker=MARKERS[decoder], label=measures.label)
+        row = rows[levels[0]]
+        decoder, alpha = row.settings["decoder"], opacity(row, found.rows)
+        style = dict(color=COLOURS[decoder], marker=MARKERS[decoder], label=measures.label, alpha=alpha)
         panels[0].plot(names, [rows[level].tokens_per_forward for level in levels], **style)
         panels[1].plot(names, [rows[level].tokens_per_second for level in levels], **style)
         panels[2].plot(measures.tokens_per_forward, measures.perplexity, linestyle="", markersize=10, **style)

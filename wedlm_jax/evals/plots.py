@@ -42,19 +42,23 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
     plt.close(figure)
 
 
+def opacity(row: Row, rows: Sequence[Row]) -> float:
+    """Of a row's mark beside those of `rows`: the lower the tau of streaming, or the narrower verified's window, the lighter."""
+    decoder = row.settings["decoder"]
+    if decoder not in ("streaming", "verified"):
+        return 1.0
+    name = "entropy_threshold" if decoder == "streaming" else "window_size"
+    values = {other.settings[name] for other in rows if other.settings["decoder"] == decoder}
+    if len(values) == 1:
+        return 1.0
+    return 0.35 + 0.65 * (1 + sorted(values, key=float).index(row.settings[name])) / len(values)  # "inf" is a tau too
+
+
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
-    streaming = [row for row in rows if row.settings["decoder"] == "streaming"]
-    thresholds = sorted({row.settings["entropy_threshold"] for row in streaming}, key=float)  # "inf" among them
-    windows = sorted({row.settings["window_size"] for row in rows if row.settings["decoder"] == "verified"})
     for row in rows:
         decoder = row.settings["decoder"]
         x, y = getattr(row, quantity), row.accuracy
         assert y is not None and row.low is not None and row.high is not None
-        shade = 1.0
-        if decoder == "streaming":  # the lighter, the lower tau
-            shade = (1 + thresholds.index(row.settings["entropy_threshold"])) / len(thresholds)
-        elif decoder == "verified":  # the lighter, the narrower the window
-            shade = (1 + windows.index(row.settings["window_size"])) / len(windows)
         error = [[max(y - row.low, 0)], [max(row.high - y, 0)]]
         axes.errorbar(
             x,
@@ -62,7 +66,7 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
             yerr=error,
             fmt=MARKERS[decoder],
             color=COLOURS[decoder],
-            alpha=0.35 + 0.65 * shade,
+            alpha=opacity(row, rows),
             markersize=13 if decoder == "verified" or row.weights == BASE else 8,
             markerfacecolor="white" if row.weights == BASE else COLOURS[decoder],
             capsize=3,
