@@ -17,6 +17,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("open_ended")
     save(tiny_model(), folder / "model")
     (folder / "in.jsonl").write_text("".join(json.dumps({"prompt": f"Once upon {i}"}) + "\n" for i in range(3)))
+    (folder / "long.jsonl").write_text("".join(json.dumps({"prompt": "x " * n}) + "\n" for n in (1, 600, 1)))
+    (folder / "empty").mkdir()
     (folder / "ids.jsonl").write_text('{"prompt_ids": [1, 2]}\n')
     return folder
 
@@ -56,7 +58,7 @@ def test_without_input_the_prompts_are_held_out_code(folder):
         )
     args = command.OpenEndedFlags("x", code=folder / "library", characters=30, limit=4, mauve=True)
     prompts, references = command.prompts_of(args, tiny_model())
-    assert len(prompts) == len(references) == 4 and all("def f" in text for text in prompts + references)
+    assert len(prompts) == len(references) == 4 and all("def f" in text for text in [*prompts.values(), *references])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,10 @@ def test_without_input_the_prompts_are_held_out_code(folder):
         (("--decoder", "ar"), "--decoder ar: AR, block-wise, streaming and verified are compared; leave it out"),
         (("--input", "ids.jsonl"), "ids.jsonl:1: prompt_ids are no text; give prompt or messages"),
         (("--input", "in.jsonl", "--code", "library"), "--code goes with excerpts of code; leave out --input"),
-        (("--code", "nowhere"), "data.path=nowhere is not a folder"),
+        (("--code", "nowhere"), "--code=nowhere is not a folder"),
+        (("--code", "empty"), "empty holds no .py file of the held_out split; name a folder with more code as --code"),
+        (("--input", "long.jsonl"), "long.jsonl:2: 1200 prompt tokens"),
+        (("--characters", "1200"), "of --characters 1200: "),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, folder, flags, said):

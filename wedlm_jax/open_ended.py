@@ -23,6 +23,7 @@ from wedlm_jax import pretrained
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
@@ -72,17 +73,19 @@ def settings_of(args: OpenEndedFlags) -> list[Setting]:
     ]
 
 
-def prompts_of(args: OpenEndedFlags, model: Model) -> tuple[list[str], list[str] | None]:
-    """The prompts as text, and, of code, what follows each where MAUVE asks for it."""
+def prompts_of(args: OpenEndedFlags, model: Model) -> tuple[dict[str, str], list[str] | None]:
+    """The prompts as text by the names that messages give them, and, of code, what follows each where MAUVE asks for it."""
     if args.input is None:
-        pairs = code_prompts(code_files("held_out", args.code), args.characters, args.limit, args.decode.seed)
-        return [prompt for prompt, _ in pairs], [rest for _, rest in pairs] if args.mauve else None
-    texts = []
+        files = code_files("held_out", args.code, field="--code")
+        pairs = code_prompts(files, args.characters, args.limit, args.decode.seed)
+        texts = {f"excerpt {i} of --characters {args.characters}": prompt for i, (prompt, _) in enumerate(pairs, 1)}
+        return texts, [rest for _, rest in pairs] if args.mauve else None
+    texts = {}
     for name, prompt in read_prompts(args.input)[: args.limit]:
         if isinstance(prompt, str):
-            texts.append(prompt)
+            texts[name] = prompt
         elif isinstance(prompt[0], dict):
-            texts.append(render_messages(model, prompt, name))  # type: ignore[arg-type]
+            texts[name] = render_messages(model, prompt, name)  # type: ignore[arg-type]
         else:
             raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
     return texts, None
@@ -94,7 +97,11 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
     settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter)
-    prompts, references = prompts_of(args, model)
+    named, references = prompts_of(args, model)
+    for row, (name, prompt) in enumerate(named.items()):  # before any is decoded
+        for setting in settings:
+            make_request(model, prompt, setting.config, row=row, name=name)
+    prompts = list(named.values())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(settings) * len(prompts))
 

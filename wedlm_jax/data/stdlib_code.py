@@ -27,25 +27,26 @@ def split_of(path: str) -> Split:
     return split_by_hash(path.encode(), HELD_OUT_SHARE)
 
 
-def code_files(split: Split, folder: str | Path | None = None) -> list[CodeFile]:
+def code_files(split: Split, folder: str | Path | None = None, field: str = "data.path") -> list[CodeFile]:
     """The `.py` files of one split, sorted by path.
 
     Args:
         split: "train" or "held_out".
         folder: another folder of code; None is the standard library of the running Python.
+        field: the config field or flag that names the folder, for messages.
 
     Raises:
         UserError: the folder does not exist or holds no file of this split, or a file is not UTF-8.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     if not root.is_dir():
-        raise UserError(f"data.path={root} is not a folder; name one with .py files")
+        raise UserError(f"{field}={root} is not a folder; name one with .py files")
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     chosen = sorted(name for name in paths if SKIPPED_FOLDERS.isdisjoint(Path(name).parts) and split_of(name) == split)
     files = [CodeFile(name, _read(paths[name])) for name in chosen]
     files = [file for file in files if file.text]
     if not files:
-        raise UserError(f"{root} holds no .py file of the {split} split; name a folder with more code as data.path")
+        raise UserError(f"{root} holds no .py file of the {split} split; name a folder with more code as {field}")
     return files
 
 
