@@ -18,6 +18,7 @@ import tyro
 
 from benchmarks.side_by_side import machine, print_table
 from wedlm_jax import DecodeConfig, Engine, load
+from wedlm_jax.errors import entry
 from wedlm_jax.evals.row_cost import median_ratio
 
 
@@ -32,6 +33,7 @@ class Flags:
     rounds: int = 9
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     model = load(flags.model, "float32")

@@ -20,6 +20,7 @@ import tyro
 
 from benchmarks.side_by_side import forward_and_backward, machine, print_table, side_by_side
 from wedlm_jax.diffusion.dual_stream import visibility
+from wedlm_jax.errors import entry
 from wedlm_jax.model.patterns import Causal, DualStream
 
 
@@ -40,6 +41,7 @@ class Flags:
     rounds: int = 7
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     print_table(

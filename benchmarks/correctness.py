@@ -26,6 +26,7 @@ import tyro
 from benchmarks.loss import all_at_once
 from benchmarks.side_by_side import forward_and_backward, machine, print_table
 from wedlm_jax.diffusion.dual_stream import visibility
+from wedlm_jax.errors import entry
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import Implementation, attend_cache, flash_gpu
 from wedlm_jax.ops.cross_entropy import cross_entropy
@@ -45,6 +46,7 @@ class Flags:
     """How many of them."""
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     paths, missing = paths_that_run()

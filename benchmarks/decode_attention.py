@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 
 from benchmarks.side_by_side import print_table
 from wedlm_jax import ahead_of_time
+from wedlm_jax.errors import entry
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.ops.attention import attend_ranges
@@ -124,6 +125,7 @@ def written_and_read(mesh: Mesh, layers: int = 4) -> str:
     )
 
 
+@entry
 def main() -> None:
     global FLAGS
     FLAGS = tyro.cli(Flags, description=__doc__)

@@ -26,6 +26,7 @@ import tyro
 
 from benchmarks import shapes
 from benchmarks.side_by_side import machine, print_table
+from wedlm_jax.errors import entry
 from wedlm_jax.evals.roofline import forward_bytes
 from wedlm_jax.evals.row_cost import Program, forward_program, in_turns, median_ratio
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
@@ -56,6 +57,7 @@ class Flags:
     """Compare with and without an adapter of mask rows."""
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     if flags.adapter_rank is not None:

@@ -17,6 +17,7 @@ import tyro
 
 from wedlm_jax import Completion, DecodeConfig, Model, generate, load
 from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.errors import entry
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
 
@@ -79,6 +80,7 @@ def gap_where_they_part(verified: Completion, alone: Completion) -> float | None
     return next((of_ar - of_verified for ours, theirs, of_verified, of_ar in pairs if ours != theirs), None)
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     exact = load_exact(flags.model)

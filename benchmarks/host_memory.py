@@ -19,6 +19,7 @@ import time
 
 import tyro
 
+from wedlm_jax.errors import entry
 from wedlm_jax.host_memory import TUNABLE
 
 ROUNDS, STEPS = 3, 20
@@ -67,6 +68,7 @@ def measure() -> dict[str, float]:
     }
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     if flags.measure:

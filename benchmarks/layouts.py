@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.side_by_side import machine, print_table, side_by_side
+from wedlm_jax.errors import entry
 from wedlm_jax.ops.attention import dense
 from wedlm_jax.ops.categorical import likeliest
 from wedlm_jax.ops.output_layer import output_logits
@@ -25,6 +26,7 @@ TIMES = 20  # in a loop, so that a call's own time does not count
 ROUNDS = 7
 
 
+@entry
 def main() -> None:
     heads, out = _random((1, 2048, 8, 64), (1, 2048, 8, 64))
     (x,) = _random((1, 2048, 512))

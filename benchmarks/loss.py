@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks.side_by_side import forward_and_backward, machine, print_table, side_by_side
+from wedlm_jax.errors import entry
 from wedlm_jax.ops.cross_entropy import cross_entropy
 
 CHUNK = 512  # rows
@@ -57,6 +58,7 @@ def checkpointed(hidden_TD: jax.Array, head_VD: jax.Array, targets_T: jax.Array,
 PRODUCTS = {"CD,VD->CV": 2, "CV,VD->CD": 1, "CV,CD->VD": 1}  # the logits twice, and the two gradients
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     T, D, V = flags.rows, flags.width, flags.vocab_size

@@ -26,6 +26,7 @@ from scipy.stats import t as student
 
 from benchmarks.side_by_side import machine
 from wedlm_jax.checkpoint import saved_steps
+from wedlm_jax.errors import entry
 from wedlm_jax.evals.sweep import Row, Setting, sweep
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
@@ -140,6 +141,7 @@ def line_of(rows: Sequence[dict[str, Any]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     by_seed = []

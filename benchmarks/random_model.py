@@ -13,6 +13,7 @@ import tyro
 
 from benchmarks import shapes
 from wedlm_jax import Model, load, save
+from wedlm_jax.errors import entry
 from wedlm_jax.model.parameters import init_params, transformer_from
 
 
@@ -33,6 +34,7 @@ def random_model(shape: shapes.Name, like: Model, *, context: int, seed: int = 0
     return Model(transformer_from(config, params), config, like.tokenizer, like.mask_token_id, like.eos_token_ids)
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     save(

@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 
 from wedlm_jax.ahead_of_time import CHIPS, trace_step
+from wedlm_jax.errors import entry
 from wedlm_jax.experiment import Experiment, MeshConfig, load_experiment
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params
@@ -69,6 +70,7 @@ class Cell:
         return max(self.seconds.values()) * TOKENS / (ROWS * 4096) / 86400
 
 
+@entry
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compile", action="store_true", help="compile the cells that have no log yet")

@@ -26,6 +26,7 @@ import jax  # noqa: E402
 
 from wedlm_jax import train as train_module  # noqa: E402
 from wedlm_jax.data.pipeline import PackedBatches  # noqa: E402
+from wedlm_jax.errors import entry  # noqa: E402
 from wedlm_jax.experiment import load_experiment  # noqa: E402
 from wedlm_jax.host_memory import use_huge_pages  # noqa: E402
 from wedlm_jax.metrics import report as report_module  # noqa: E402
@@ -59,6 +60,7 @@ class Clock:
         return run
 
 
+@entry
 def main() -> None:
     use_huge_pages()  # as the trainer does
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)

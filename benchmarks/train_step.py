@@ -32,6 +32,7 @@ from benchmarks import official, shapes
 from benchmarks.side_by_side import machine, print_table, side_by_side, square_products
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
+from wedlm_jax.errors import entry
 from wedlm_jax.experiment import AdapterConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, load_experiment
 from wedlm_jax.host_memory import use_huge_pages
 from wedlm_jax.metrics.throughput import peak_flops
@@ -72,6 +73,7 @@ class Flags:
     """The interpreter that runs it: one with torch, transformers, tqdm and yaml."""
 
 
+@entry
 def main() -> None:
     use_huge_pages()  # as the trainer does
     flags = tyro.cli(Flags, description=__doc__)

@@ -38,6 +38,7 @@ from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, advance, emit
 from wedlm_jax.decode.verified import widths
 from wedlm_jax.decode.window import window_forward
+from wedlm_jax.errors import entry
 from wedlm_jax.evals.row_cost import forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.model.parameters import params_of
@@ -76,6 +77,7 @@ class Steps:
     emitted: list[int]
 
 
+@entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     model = load(flags.model, "float32")

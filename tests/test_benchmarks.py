@@ -3,7 +3,9 @@
 import re
 import sys
 
-from benchmarks import admission, decode_forward, idle_rows
+import pytest
+
+from benchmarks import admission, decode_forward, idle_rows, wall_clock
 from benchmarks.quickstart_seeds import line_of, mean
 from tests.evals.models import tiny_model
 from wedlm_jax.pretrained import save
@@ -64,3 +66,12 @@ def test_idle_rows_times_the_same_request_beside_rows_that_hold_something_and_ro
     ]
     assert [row[0] for row in rows] == ["ar", "verified"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+@pytest.mark.parametrize("benchmark", [admission, wall_clock])
+def test_a_model_that_is_not_there_is_one_line_and_status_2(benchmark, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__, "--model", str(tmp_path / "nope")])
+    with pytest.raises(SystemExit) as exit:
+        benchmark.main()
+    error = capsys.readouterr().err.strip()
+    assert exit.value.code == 2 and f"{tmp_path / 'nope'}" in error and len(error.splitlines()) == 1

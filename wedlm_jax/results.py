@@ -20,9 +20,8 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
       UserError: it cannot be written.
     """
-    partial = path.with_name(
-        f".partial.{os.getpid()}.{path.name}"
-    )  # ends as `path` does: a picture's format is read from that
+    # It ends as `path` does: a picture's format is read from that.
+    partial = path.with_name(f".partial.{os.getpid()}.{path.name}")
     try:
         with writing(path):
             yield partial

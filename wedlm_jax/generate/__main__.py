@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,8 +23,9 @@ from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.results import replacing
 
 KINDS = {
     "prompt": "a string",
@@ -194,14 +194,8 @@ def trace_lines(completions: Iterable[Completion]) -> Iterable[dict[str, Any]]:
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Writes all lines or, if anything goes wrong, leaves the old file as it was."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with writing(path), partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        with writing(path):
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 @entry
