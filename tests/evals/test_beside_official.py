@@ -13,7 +13,6 @@ from tests.evals.test_speed import PROBLEMS
 from wedlm_jax.baselines.process import Baseline
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.beside_official import (
-    _first_difference,
     beside,
     beside_table,
     streaming_as_official,
@@ -45,7 +44,3 @@ def test_settings_are_those_of_the_official_engine():
     assert config == DecodeConfig(
         "streaming", entropy_threshold=0.3, fill_rule="each", refill="eager", ban_mask=False, max_new_tokens=9
     )
-
-
-def test_the_first_difference_may_be_the_end():
-    assert [_first_difference(a, b) for a, b in (([1, 2], [1, 3]), ([1, 2], [1]), ([], [4]))] == [1, 1, 0]
