@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import admission, decode_forward, idle_rows, wall_clock
+from benchmarks import admission, decode_forward, idle_rows, prompt_file, wall_clock
 from benchmarks.quickstart_seeds import line_of, mean
 from tests.evals.models import tiny_model
 from wedlm_jax.pretrained import save
@@ -66,6 +66,16 @@ def test_idle_rows_times_the_same_request_beside_rows_that_hold_something_and_ro
     ]
     assert [row[0] for row in rows] == ["ar", "verified"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+def test_prompt_file_completes_the_same_prompts_both_ways(tmp_path, monkeypatch, capsys):
+    save(tiny_model(), tmp_path / "tiny")
+    flags = f"--model {tmp_path / 'tiny'} --shapes tiny --decoders ar --limit 1 --rows 2 --max-new-tokens 4 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["prompt_file", *flags.split()])
+    prompt_file.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if " | ar | " in line]
+    assert [row[:2] for row in rows] == [[str(tmp_path / "tiny"), "ar"], ["tiny", "ar"]]
+    assert all(float(row[4]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("benchmark", [admission, wall_clock])

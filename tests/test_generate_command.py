@@ -43,7 +43,8 @@ def refused(call, capsys, monkeypatch):
     """Calls the command, which must fail before anything is decoded; returns its one line."""
 
     def run(*flags):
-        monkeypatch.setattr(command, "decode_batch", lambda *args, **kwargs: pytest.fail("decoded something"))
+        for way in ("decode_batch", "in_order"):
+            monkeypatch.setattr(command, way, lambda *args, **kwargs: pytest.fail("decoded something"))
         with pytest.raises(SystemExit) as exit:
             call(*flags)
         assert exit.value.code == 2
@@ -79,6 +80,48 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
     assert [step["prompt"] for step in forwards] == [i for i, c in enumerate(expected) for _ in range(c.stats.forwards)]
     assert sum(step["emitted"] for step in forwards) == sum(len(c.ids) for c in expected)
     assert sorted(tmp_path.iterdir()) == [source, target, trace]  # no partial file is left
+
+
+@pytest.mark.parametrize("decoder", ["verified", "streaming"])
+@pytest.mark.parametrize("shared, way", [("", "decode_batch"), ("Answer. " * 6, "in_order")])
+def test_more_prompts_than_a_batch_give_what_generate_returns_in_their_order(
+    call, directory, tmp_path, monkeypatch, decoder, shared, way
+):
+    """Batch by batch; prompts that mostly are a beginning that all share through an engine, which prefills it once."""
+    calls = []
+    true_way = getattr(command, way)
+    monkeypatch.setattr(command, way, lambda *args, **kwargs: calls.append(way) or true_way(*args, **kwargs))
+    prompts = [f"{shared}{i} Q: Count to {3 * i}. A:" for i in (9, 1, 4, 7, 2, 8, 3)]
+    source, target = write(tmp_path / "in.jsonl", *({"prompt": p} for p in prompts)), tmp_path / "out.jsonl"
+    call("--input", source, "--output", target, "--batch-size", 2, "--max-new-tokens", 9, "--decoder", decoder,
+         "--window-size", 4, "--temperature", 0.7, "--seed", 3, "--stop", "e")  # fmt: skip
+    config = DecodeConfig(decoder, window_size=4, max_new_tokens=9, temperature=0.7, seed=3, stop=("e",))
+    expected = generate(load(directory), prompts, config)
+    assert len({len(c.ids) for c in expected}) > 1  # some end before others
+    assert read(target) == [command.as_line(c) for c in expected]
+    assert calls == ([way] if way == "in_order" else [way] * 4)
+
+
+def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call, tmp_path, monkeypatch, capsys):
+    source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
+    target.write_text("old")
+
+    batches = iter([command.decode_batch] * 2)
+
+    def interrupted(*args, **kwargs):
+        batch = next(batches, None)
+        if batch is None:
+            raise KeyboardInterrupt
+        return batch(*args, **kwargs)
+
+    monkeypatch.setattr(command, "decode_batch", interrupted)
+    with pytest.raises(SystemExit) as exit:
+        call("--input", source, "--output", target, "--batch-size", 1, "--max-new-tokens", 4, "--decoder", "ar")
+    assert exit.value.code == 130
+    unfinished = tmp_path / "out.jsonl.unfinished"
+    assert target.read_text() == "old" and len(read(unfinished)) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == [f"the first 2 lines are in {unfinished}", "interrupted"]
+    assert sorted(tmp_path.iterdir()) == [source, target, unfinished]
 
 
 def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call, directory, capsys):

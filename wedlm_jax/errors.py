@@ -32,8 +32,8 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command: a `UserError`, or a file that the system refuses, becomes `error: ...` on stderr and exit status 2,
-    without a traceback. One whose reader has left (`| head`) ends there with exit status 1, silently. `--version` is answered
-    here, for every command."""
+    without a traceback, and Ctrl-C one word and 130, as shells have it. One whose reader has left (`| head`) ends there with exit
+    status 1, silently. `--version` is answered here, for every command."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -47,6 +47,9 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
                 sys.stdout.flush()
         except UserError as error:
             _exit(str(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _reader_has_left():
                 sys.exit(1)

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax import generate
+from wedlm_jax.decode.generation import make_request
+from wedlm_jax.engine import in_order
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.prefix import LEFT_BEHIND, choose_row, longest_prefix, shared_length
 
@@ -49,6 +51,15 @@ def test_a_follow_up_turn_goes_on_in_its_row(loop, prefilled):
     assert prefilled == [32, 32]
     (group,) = served._groups.values()
     assert sum(bool(row.tokens) for row in group.rows) == 1
+
+
+def test_requests_in_order_prefill_what_they_share_once(prefilled):
+    config, shared = talk("verified", max_new_tokens=5), list(range(40, 90))
+    prompts = [[*shared, i, i] for i in range(5)]
+    requests = [make_request(talker(), prompt, config, row=0, name="prompt") for prompt in prompts]
+    alone = [generate(talker(), [prompt], config)[0] for prompt in prompts]
+    assert all(same(*pair) for pair in zip(in_order(talker(), requests, rows=2), alone, strict=True))
+    assert prefilled == [64, 32, 32, 32, 32]
 
 
 def test_a_shared_beginning_is_copied_from_a_row_idle_or_running(prefilled):

@@ -238,7 +238,7 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
     return fields
 
 
-def decode_batch(model: Model, requests: list[Request], trace: bool) -> list[Completion]:
+def decode_batch(model: Model, requests: Sequence[Request], trace: bool) -> list[Completion]:
     """Decodes requests of one decoder, refill rule and window bucket as one batch."""
     traces: list[list[dict]] = [[] for _ in requests]
     with _memory_errors(requests):

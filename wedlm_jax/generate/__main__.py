@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,11 +20,14 @@ from rich.progress import track
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
-from wedlm_jax.decode.generation import decode_batch, make_request
+from wedlm_jax.decode.generation import Request, decode_batch, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
+from wedlm_jax.engine import in_order
+from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.model.handle import Model
 from wedlm_jax.results import replacing
 
 KINDS = {
@@ -68,17 +71,18 @@ def generate(args: Generate) -> None:
         print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
         if (penalty := requests[0].config.distance_penalty) != model.calibration.distance_penalty:
             print(f"but with lambda {penalty:g}, as given, for which no disagreement was measured", file=sys.stderr)
-    batches = [requests[i : i + args.batch_size] for i in range(0, len(requests), args.batch_size)]
-    completions: list[Completion] = []
-    hidden = len(batches) == 1
-    for batch in track(batches, "decoding", console=Console(stderr=True), disable=hidden):
-        completions += decode_batch(model, batch, trace=args.trace is not None)
+    completions: Iterable[Completion] = track(
+        decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
+        disable=len(requests) <= args.batch_size,
+    )  # fmt: skip
     if args.trace is not None:
+        completions = list(completions)
         write_jsonl(args.trace, trace_lines(completions))
     if args.output is not None:
         write_jsonl(args.output, (as_line(c, args.details) for c in completions))
     elif args.input is not None:
-        for completion in completions:
+        # All of them first: while rich shows a bar on stderr it would take what is printed for a part of it.
+        for completion in list(completions):
             print(json.dumps(as_line(completion, args.details), ensure_ascii=False))
     else:
         (completion,) = completions
@@ -87,6 +91,23 @@ def generate(args: Generate) -> None:
         print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
         if args.details:
             print("\n".join(detail_lines(completion)), file=sys.stderr)
+
+
+def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterator[Completion]:
+    """The completions in the order of the requests: batch by batch, or through an engine where that prefills much less. A trace
+    is of whole batches."""
+    if args.trace is None and len(requests) > args.batch_size and _begin_alike([r.prompt for r in requests]):
+        yield from in_order(model, requests, rows=args.batch_size)
+        return
+    for start in range(0, len(requests), args.batch_size):
+        yield from decode_batch(model, requests[start : start + args.batch_size], trace=args.trace is not None)
+
+
+def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
+    """Whether more than half of their tokens are a beginning that all share. Below that an engine gains next to nothing over
+    batches on two cores (`python -m benchmarks.prompt_file`)."""
+    shared = min(shared_length(prompts[0], prompt) for prompt in prompts)
+    return 2 * shared * len(prompts) > sum(map(len, prompts))
 
 
 def _check_flags(args: Generate) -> None:
@@ -193,9 +214,20 @@ def trace_lines(completions: Iterable[Completion]) -> Iterable[dict[str, Any]]:
 
 
 def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes all lines or, if anything goes wrong, leaves the old file as it was."""
-    with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    """Writes all lines or, if anything goes wrong, leaves the old file as it was. What was there before Ctrl-C, or before memory
+    ran out, is kept beside it."""
+    lines, unfinished = 0, path.with_name(f"{path.name}.unfinished")
+    with replacing(path) as partial:
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                for record in records:
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    lines += 1
+        except (KeyboardInterrupt, UserError):
+            if lines:
+                partial.replace(unfinished)
+                print(f"the first {lines} lines are in {unfinished}", file=sys.stderr)
+            raise
 
 
 @entry
