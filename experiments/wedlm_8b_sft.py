@@ -1,4 +1,4 @@
-"""Fine-tunes Tencent's WeDLM-8B on conversations; it has the shape of Qwen3-8B and stays a WeDLM model.
+"""Fine-tunes Tencent's WeDLM-8B on conversations; it has the shape of Qwen3-8B, a context of 16,384, and stays a WeDLM model.
 
     python -m wedlm_jax.train --exp wedlm_8b_sft data.path=chat.jsonl
 
@@ -13,6 +13,10 @@ from wedlm_jax.experiment import Experiment, load_experiment
 
 
 def wedlm_8b_sft() -> Experiment:
+    sft = load_experiment("qwen3_8b_sft")
     return dataclasses.replace(
-        load_experiment("qwen3_8b_sft"), name="wedlm_8b_sft", init_from="tencent/WeDLM-8B-Instruct"
+        sft,
+        name="wedlm_8b_sft",
+        init_from="tencent/WeDLM-8B-Instruct",
+        model=dataclasses.replace(sft.model, max_position_embeddings=16_384),
     )

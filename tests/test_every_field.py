@@ -62,6 +62,7 @@ CHANGED = {
     TokenizerConfig: {"path": "tokenizer", "vocab_size": 270},
     ModelOverrides: {
         "dtype": "bfloat16", "param_dtype": "bfloat16", "matmul_precision": "highest", "remat": "full", "mlp_tile": 4,
+        "attention": "xla",
     },
     EvaluationConfig: {
         "tasks": ("copying",), "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,

@@ -1,5 +1,6 @@
 """`load` tells HF directories, hub ids and workdirs apart, and says what to do where there is nothing."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -68,6 +69,15 @@ def workdir(tmp_path):
             state = new_state(init_params(config, step), OptimizerConfig())
             checkpoints.save(state, step, {}, {})
     return directory, config, state.params
+
+
+@pytest.mark.parametrize("attention, here", [("tokamax", "auto"), ("splash", "auto"), ("xla", "xla")])
+def test_attention_that_another_machine_was_asked_for_is_chosen_anew(workdir, attention, here):
+    directory, config, _ = workdir
+    tokenizer = load(directory).tokenizer
+    elsewhere = dataclasses.replace(config, attention=attention)
+    ModelFile(elsewhere, tokenizer.mask_token_id, (tokenizer.eos_token_id,)).write(directory)
+    assert load(directory).config.attention == here
 
 
 def test_a_workdir_loads_its_newest_checkpoint_with_tokenizer_and_ids(workdir):

@@ -1,5 +1,6 @@
 """The loop: a run that was cut off ends as if it had not been, and what it needs is asked for in one line."""
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -16,7 +17,7 @@ from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
-from wedlm_jax.pretrained import load
+from wedlm_jax.pretrained import load, save
 from wedlm_jax.train import main, train
 
 
@@ -306,6 +307,24 @@ def test_decoding_stops_where_the_training_data_end_a_turn(tmp_path):
     assert model.tokenizer is not None
     ends = [model.tokenizer.eos_token_id, model.tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     assert model.eos_token_ids == tuple(dict.fromkeys(ends))
+
+
+def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reaches_the_export(finished, tmp_path):
+    """A base whose configs name another end than its tokenizer, as Qwen3's do."""
+    base = load(finished)
+    save(dataclasses.replace(base, eos_token_ids=(9,)), tmp_path / "base", "qwen3")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 9, "do_sample": true, "top_k": 20}')
+    experiment = with_overrides(
+        f"init_from={tmp_path / 'base'}", "model=none", "train.steps=1", "train.checkpoint_every=1"
+    )
+    train(experiment, tmp_path / "run")
+    model = load(tmp_path / "run")
+    ends = [9, base.tokenizer.eos_token_id]
+    assert list(model.eos_token_ids) == ends
+    save(model, tmp_path / "out", "qwen3")
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    pad = base.tokenizer.pad_token_id
+    assert generation == {"eos_token_id": ends, "do_sample": True, "top_k": 20, "pad_token_id": pad}
 
 
 def test_a_bucket_as_workdir_is_refused_before_anything_is_written(monkeypatch, capsys, tmp_path):

@@ -23,6 +23,7 @@ from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.ops.attention import asked_elsewhere
 
 if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
     from wedlm_jax.checkpoint import Base
@@ -65,11 +66,12 @@ def load(
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
-    """Writes an HF directory that PyTorch tools load: safetensors, config.json, generation_config.json, tokenizer; and
-    decoding.json, where the model was calibrated. An adapter of all rows is merged into the weights.
+    """Writes an HF directory: safetensors, config.json, generation_config.json, tokenizer; and decoding.json, where the model was
+    calibrated. An adapter of all rows is merged into the weights.
 
     Args:
-      arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass.
+      arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass in every tool that has
+        them, stock transformers among them. `wedlm` is the official engine's name, which reads it beside Tencent's own code.
 
     Raises:
       UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
@@ -155,7 +157,7 @@ def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: 
 
     declared = ModelFile.read(workdir)
     config, params = load_params(workdir, mesh=mesh)
-    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
     tokenizer = load_tokenizer(workdir / "tokenizer")
     if mask_token_id is None:
         mask_token_id = declared.mask_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -14,7 +15,7 @@ from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
-from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files
+from wedlm_jax.hf.tokenizer import GENERATION_FILE, choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
@@ -93,6 +94,9 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     with writing(folder, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _find_tokenizer(experiment, initial, folder)
+    if initial is not None:
+        with writing(folder, _MEND):
+            _keep_generation_config(initial, folder)
     if len(tokenizer) > model.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows; "
@@ -101,10 +105,10 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     mask_token_id = initial.mask_token_id if initial is not None else None
     if mask_token_id is None:
         mask_token_id = choose_mask_token_id(model, tokenizer, experiment.objective.mask_token_id)
-    end_ids = (initial.eos_token_ids if initial is not None else ()) or (tokenizer.eos_token_id,)
-    if experiment.data.end_token is not None:  # decoding stops where the training data end a turn
-        own = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
-        end_ids = tuple(dict.fromkeys((*end_ids, own)))
+    known = (initial.eos_token_ids if initial is not None else ()) or (tokenizer.eos_token_id,)
+    # Decoding stops where the training data end a turn, too: a base model's configs may not name that token.
+    learned = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
+    end_ids = tuple(dict.fromkeys(token for token in (*known, learned) if token is not None))
     with writing(workdir, _MEND):
         ModelFile(model, mask_token_id, end_ids, base).write(workdir)
         (workdir / FILE).write_text(experiment.to_json())
@@ -132,3 +136,10 @@ def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path)
     with writing(folder, _MEND):
         copy_tokenizer_files(initial.files, initial.tokenizer, folder)
     return initial.tokenizer
+
+
+def _keep_generation_config(initial: Model, folder: Path) -> None:
+    """How the makers of the model would sample from it, for exports of the result."""
+    file = None if initial.files is None else initial.files / GENERATION_FILE
+    if file is not None and file.is_file():
+        shutil.copyfile(file, folder / GENERATION_FILE)

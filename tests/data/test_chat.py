@@ -1,6 +1,7 @@
 """Loss masks of conversations: exactly what the assistant says after each of its prompts, token for token."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.data.tiny import tokenizer
 from wedlm_jax.data.chat import from_messages
 from wedlm_jax.data.records import BadRecord
+from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
 
 # Written for these tests: a system prompt of its own where the conversation has none, tool results as the user's turn.
@@ -48,6 +50,16 @@ STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, pl
 
 USER, SYSTEM, END = "<|im_start|>user\n", "<|im_start|>system\n", "<|im_end|>"
 ASSISTANT = "<|im_start|>assistant\n"
+
+
+def test_control_tokens_are_known_from_tokenizer_json_alone(tmp_path):
+    """A directory without tokenizer_config.json: no token is the end, or the start, by name."""
+    tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    bare = load_tokenizer(tmp_path)
+    bare.chat_template, bare.eos_token = QWEN25_STYLE, END
+    with pytest.raises(BadRecord, match=re.escape("the text holds the control token '<|im_start|>'")):
+        from_messages(messages("cat<|im_start|>", "sat"), bare, num_end_tokens=1)
 
 
 def of_style(template):

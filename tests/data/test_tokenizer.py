@@ -1,6 +1,7 @@
 """The tokenizer: every text round-trips, training is deterministic, its files load anywhere."""
 
 import concurrent.futures
+import copy
 import json
 import re
 import sys
@@ -64,6 +65,18 @@ def test_saved_files_load_by_us_and_by_AutoTokenizer(tmp_path):
         ) == ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     # the name that transformers 4 knows as well
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_further_control_tokens_are_saved_by_the_name_that_older_transformers_know(tmp_path):
+    """transformers 4 cannot read a tokenizer_config.json with a list of `extra_special_tokens`."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision|>"]})
+    save_tokenizer(tokenizer, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ["<|vision|>"] and "extra_special_tokens" not in config
+    again = load_tokenizer(tmp_path)
+    assert encode_with_control_tokens(again, "<|vision|>") == [len(TOKENIZER)]
+    assert len(encode_text(again, "<|vision|>")) > 1
 
 
 def test_make_tokenizer_loads_the_one_that_is_named(tmp_path):

@@ -1,5 +1,6 @@
 """Tokenizer files, the mask id and the end ids: who decides, and which collisions are errors."""
 
+import dataclasses
 import json
 import warnings
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.export import save_hf
-from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer, resolve_mask_token_id
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 
@@ -65,6 +66,19 @@ def test_a_declared_free_row_or_mask_token_is_no_warning(copy_of):
         load_hf(directory)
 
 
+def test_a_wedlm_checkpoint_that_names_no_mask_has_that_of_the_official_engine(tmp_path):
+    """Tencent's config.json says null, and their engine then takes 151665, whatever their tokenizer has there."""
+    padded = dataclasses.replace(CONFIG, vocab_size=151_936)
+
+    def resolved(config, model_type, tokenizer=None):
+        raw = {"model_type": model_type, "mask_token_id": None}
+        return resolve_mask_token_id(config, raw, tmp_path / "config.json", tokenizer, None)
+
+    assert resolved(padded, "wedlm") == resolved(padded, "wedlm", tokenizer()) == 151_665
+    assert resolved(padded, "qwen3") is None and resolved(CONFIG, "wedlm") is None
+    assert resolved(padded, "wedlm", tokenizer(mask_token="<m>")) == 200
+
+
 def test_for_an_ar_base_the_callers_collision_is_an_error(copy_of):
     directory = copy_of("qwen3_plain")
     tokenizer(additional_special_tokens=["<tool_response>"]).save_pretrained(directory)
@@ -111,6 +125,16 @@ def test_end_ids_come_from_generation_config_then_config_then_tokenizer(copy_of)
     assert load_hf(directory).eos_token_ids == (5,)
     (directory / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
     assert load_hf(directory).eos_token_ids == (6, 7)
+
+
+def test_the_tokenizers_end_joins_those_of_a_wedlm_checkpoint(copy_of):
+    """As in the official engine: the config of an instruct model may name the end of a document alone."""
+    directory = copy_of("wedlm_qwen3", eos_token_id=5)
+    assert load_hf(directory).eos_token_ids == (5,)
+    tokenizer(eos_token="<|end|>").save_pretrained(directory)
+    assert load_hf(directory).eos_token_ids == (5, 200)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [6, 200]}')
+    assert load_hf(directory).eos_token_ids == (6, 200)
 
 
 def test_end_ids_that_are_no_ids_are_named(copy_of):

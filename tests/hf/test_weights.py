@@ -230,6 +230,7 @@ def test_a_hub_id_is_fetched_only_where_no_local_path_can_be_meant(monkeypatch, 
     def fake(repo, allow_patterns):
         asked.append(repo)
         assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in allow_patterns)
+        assert "decoding.json" in allow_patterns  # what `calibrate` found
         return str(ORACLE / "qwen3_plain" / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)

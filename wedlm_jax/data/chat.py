@@ -114,7 +114,9 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
-    control = [token for token in tokenizer.all_special_tokens if token]
+    # A directory with a tokenizer.json alone has no special tokens by name.
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    control = [token for token in dict.fromkeys((*tokenizer.all_special_tokens, *added)) if token]
     for number, message in enumerate(messages):
         content = message["content"]
         if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):

@@ -84,10 +84,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
     path = Path(directory) / "tokenizer_config.json"
     config = json.loads(path.read_text())
+    # Two names are of transformers 5; older releases know only the others, which 5 reads too.
     if config.get("tokenizer_class") == "TokenizersBackend":
-        # The name since transformers 5; older releases know only this one.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:

@@ -20,6 +20,10 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 QWEN3_DEFAULT_HEAD_DIM = 128
 FULL_ATTENTION = "full_attention"
 
+# The first release with Qwen3. Releases around 4.57 warn of a wrong pattern in any large tokenizer, whosever it is, beside a
+# config.json that names a later one or none, and advise a setting that would change its tokens.
+TRANSFORMERS_VERSION = "4.51.0"
+
 # Fields that change the forward pass and that we do not implement, with the values that leave it alone.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -33,6 +37,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None,),
     "dual_chunk_attention_config": (None,),
     "quantization_config": (None,),
+    "quantization": (None,),  # as MLX has it
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -145,6 +150,7 @@ def to_hf(
         "use_cache": True,
         "dtype": config.param_dtype,
         "torch_dtype": config.param_dtype,
+        "transformers_version": TRANSFORMERS_VERSION,
     }
     if arch != "qwen2":  # Qwen2 has no such field: it always has the bias
         raw["attention_bias"] = config.qkv_bias

@@ -18,7 +18,7 @@ import numpy as np
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
-from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, copy_tokenizer_files
+from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
 from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.merging import merged
@@ -46,7 +46,7 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
         write_json(staging / "config.json", _export_config(model, arch))
-        write_json(staging / "generation_config.json", _export_generation_config(model))
+        write_json(staging / GENERATION_FILE, _export_generation_config(model))
 
 
 @contextlib.contextmanager
@@ -95,9 +95,10 @@ def _export_config(model: Model, arch: Arch) -> dict[str, Any]:
 
 
 def _export_generation_config(model: Model) -> dict[str, Any]:
-    kept = _source_json(model, "generation_config.json")
-    eos = _eos(model, kept, complete=True)
-    return kept | ({} if eos is None else {"eos_token_id": eos})
+    kept = _source_json(model, GENERATION_FILE)
+    eos, pad = _eos(model, kept, complete=True), getattr(model.tokenizer, "pad_token_id", None)
+    special = {"pad_token_id": kept.get("pad_token_id", pad), "eos_token_id": eos}
+    return kept | {name: value for name, value in special.items() if value is not None}
 
 
 def _eos(model: Model, source: dict[str, Any], complete: bool = False) -> int | list[int] | None:
@@ -136,7 +137,7 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
 
 
 def _is_written(name: str) -> bool:
-    written = {"config.json", "generation_config.json", INDEX_FILE, CALIBRATION_FILE, *TOKENIZER_FILES}
+    written = {"config.json", GENERATION_FILE, INDEX_FILE, CALIBRATION_FILE, *TOKENIZER_FILES}
     return name in written or re.fullmatch(r"model.*\.safetensors", name) is not None
 
 

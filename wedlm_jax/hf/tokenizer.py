@@ -22,6 +22,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+GENERATION_FILE = "generation_config.json"
+
+# What the official engine takes where a `wedlm` checkpoint names no mask id, as Tencent's do (their config.json says null).
+OFFICIAL_MASK_TOKEN_ID = 151_665
 
 
 def load_tokenizer(directory: Path) -> Any | None:
@@ -45,20 +49,23 @@ def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Pat
 
 
 def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
-    """The ids that end a text: of generation_config.json, else of config.json, else of the tokenizer."""
-    file = directory / "generation_config.json"
-    if file.is_file() and (ids := token_ids(read_json(file).get("eos_token_id"), "eos_token_id", file)):
-        return ids
-    if ids := token_ids(raw_config.get("eos_token_id"), "eos_token_id", directory / "config.json"):
-        return ids
+    """The ids that end a text: of generation_config.json, else of config.json, else of the tokenizer, whose id joins those of a
+    `wedlm` checkpoint, as in the official engine."""
+    file = directory / GENERATION_FILE
+    stored = read_json(file).get("eos_token_id") if file.is_file() else None
+    ids = token_ids(stored, "eos_token_id", file)
+    ids = ids or token_ids(raw_config.get("eos_token_id"), "eos_token_id", directory / "config.json")
     eos = getattr(tokenizer, "eos_token_id", None)
-    return () if eos is None else (eos,)
+    if eos is not None and (not ids or raw_config.get("model_type") == "wedlm"):
+        ids = tuple(dict.fromkeys((*ids, eos)))
+    return ids
 
 
 def resolve_mask_token_id(
     config: ModelConfig, raw_config: Mapping[str, Any], file: Path, tokenizer: Any | None, requested: int | None
 ) -> int | None:
-    """The mask id: the caller's, else the one that config.json declares, else the tokenizer's, else None.
+    """The mask id: the caller's, else the one that config.json declares, else the tokenizer's, else the official engine's for a
+    `wedlm` checkpoint whose vocabulary has it, else None.
 
     A declared id that is a real token is only warned of, and so is the caller's for a `wedlm` checkpoint: the weights
     were trained that way. For an AR base the caller's choice is checked by `choose_mask_token_id`.
@@ -69,11 +76,11 @@ def resolve_mask_token_id(
     if requested is not None and requested != declared and raw_config.get("model_type") != "wedlm":
         return choose_mask_token_id(config, tokenizer, requested)
     chosen = declared if requested is None else requested
-    if chosen is None:
-        chosen = getattr(tokenizer, "mask_token_id", None)
-        if chosen is not None:
-            _require_in_vocabulary(chosen, config, f"{file.parent}: the tokenizer's mask token")
-        return chosen
+    if chosen is None and (of_tokenizer := getattr(tokenizer, "mask_token_id", None)) is not None:
+        return _require_in_vocabulary(of_tokenizer, config, f"{file.parent}: the tokenizer's mask token")
+    if chosen is None and (raw_config.get("model_type") != "wedlm" or config.vocab_size <= OFFICIAL_MASK_TOKEN_ID):
+        return None
+    chosen = OFFICIAL_MASK_TOKEN_ID if chosen is None else chosen
     _require_in_vocabulary(chosen, config, "mask_token_id")
     if token := real_token(tokenizer, chosen):
         warnings.warn(f"{file}: the mask id {chosen} is the real token {token!r} of the tokenizer", stacklevel=3)

@@ -16,10 +16,16 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
 from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors, mismatches
-from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
+from wedlm_jax.hf.tokenizer import (
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    load_tokenizer,
+    resolve_eos_token_ids,
+    resolve_mask_token_id,
+)
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
-from wedlm_jax.model.handle import Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.parameters import transformer_from
 
 DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
@@ -73,7 +79,8 @@ def local_directory(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = ["*.safetensors", INDEX_FILE, "config.json", "generation_config.json", *TOKENIZER_FILES]
+        named = ("config.json", GENERATION_FILE, CALIBRATION_FILE, INDEX_FILE, *TOKENIZER_FILES)
+        patterns = ["*.safetensors", *named]
         return Path(snapshot_download(str(path), allow_patterns=patterns))
     except Exception as error:  # the hub's own errors, and those of three network layers below it
         reason = str(error).strip().partition("\n")[0]

@@ -95,4 +95,5 @@ class ModelOverrides:
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: Literal["none", "dots", "full"] | None = None
     mlp_tile: int | None = None
+    attention: Implementation | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are

@@ -8,7 +8,7 @@ cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range
 
 from wedlm_jax.ops.attention.blocks import OwnBlocks
 from wedlm_jax.ops.attention.cache import attend_cache
-from wedlm_jax.ops.attention.choice import Implementation, choose, target_platform
+from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
 
@@ -16,6 +16,7 @@ __all__ = [
     "RESIDUALS",
     "Implementation",
     "OwnBlocks",
+    "asked_elsewhere",
     "attend",
     "attend_cache",
     "attend_ranges",

@@ -13,6 +13,8 @@ from wedlm_jax.errors import UserError
 
 Implementation = Literal["auto", "xla", "splash", "tokamax"]
 
+PLATFORMS = {"splash": ("tpu",), "tokamax": ("gpu", "cuda")}  # of those that one kind of device alone runs
+
 log = logging.getLogger(__name__)
 
 
@@ -31,7 +33,7 @@ def choose(asked: Implementation, unsupported: Mapping[str, str | None], platfor
     platform = platform or target_platform()
     if reason := unsupported.get(asked):
         raise UserError(f"model.attention={asked} cannot do this: {reason}; choose auto or xla")
-    if asked == "tokamax" and platform not in ("gpu", "cuda"):
+    if asked == "tokamax" and platform not in PLATFORMS[asked]:
         raise UserError(f"model.attention=tokamax is for GPUs, and this is {platform}; choose auto or xla")
     if asked != "auto":
         chosen, why = str(asked), "as asked"
@@ -43,6 +45,12 @@ def choose(asked: Implementation, unsupported: Mapping[str, str | None], platfor
         chosen, why = "splash", "on tpu"
     _log_once(chosen, why)
     return chosen
+
+
+def asked_elsewhere(asked: Implementation) -> Implementation:
+    """What a model that was trained on another machine asks for on this one: "auto" in place of what cannot run here."""
+    here = target_platform()
+    return asked if here in PLATFORMS.get(asked, (here,)) else "auto"
 
 
 def target_platform() -> str:
