@@ -22,15 +22,23 @@ python=${PYTHON:-python3}
 errors=$(mktemp)
 trap 'rm -f "$errors"' EXIT
 if $smoke; then export JAX_PLATFORMS=cpu; fi
+# What was compiled and tuned stays for the next run, which is under way sooner; nearly all of the memory, for the step of 1.7B
+# parameters fits into 80 GB; and no second start of Python for pages of the host (wedlm_jax.host_memory).
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/jax_cache}
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}
+export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
+export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=0}
+
+install="pip install -e '.[cuda,gpu]' (and on Python 3.11 pip install --no-deps tokamax==0.0.12)"
 
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 
 if ! has jax || ! has wedlm_jax; then
-  echo "error: $python has no jax and the other requirements; pip install -e '.[cuda,gpu]', or name another: PYTHON=..." >&2
+  echo "error: $python has no jax and the other requirements; $install, or name another: PYTHON=..." >&2
   exit 2
 fi
 if ! $smoke && ! "$python" -c 'import jax, sys; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null; then
-  echo "error: jax sees no GPU; pip install -e '.[cuda,gpu]', or --smoke runs every stage on this CPU" >&2
+  echo "error: jax sees no GPU; $install, or --smoke runs every stage on this CPU" >&2
   exit 2
 fi
 

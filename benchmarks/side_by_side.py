@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import os
@@ -35,18 +36,20 @@ def side_by_side(
       rounds: turns. On a CPU every timed run comes right behind one that is not: what a program has freed a virtual machine
         may hand back to its host while others run, and a loop of the program would have kept it.
       carried: names of functions that run as a training loop runs its step: they are given their first argument for good,
-        and what they return first takes its place.
+        and what they return first takes its place. Of that the caller keeps no more than what other programs are given too.
     """
     given = {name: (0,) if name in carried else () for name in programs}
     compiled = {
         name: jax.jit(function, donate_argnums=given[name]).lower(*args).compile()
         for name, (function, args) in programs.items()
     }
-    # Others may have the same arrays among their arguments.
-    arguments = {
-        name: (jax.tree.map(jnp.copy, args[0]), *args[1:]) if given[name] else args
-        for name, (_, args) in programs.items()
-    }
+    holders = collections.Counter(x for _, args in programs.values() for x in set(map(id, jax.tree.leaves(args))))
+
+    def for_good(tree: Any) -> Any:
+        """What another program is given too as a copy; else nothing is, for a large model must fit once alone."""
+        return jax.tree.map(lambda x: jnp.copy(x) if holders[id(x)] > 1 else x, tree)
+
+    arguments = {name: (for_good(args[0]), *args[1:]) if given[name] else args for name, (_, args) in programs.items()}
 
     def timed(name: str) -> tuple[float, float]:
         start, processor = time.perf_counter(), time.process_time()

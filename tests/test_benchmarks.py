@@ -3,11 +3,16 @@
 import re
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import admission, decode_forward, idle_rows, prompt_file, wall_clock
+from benchmarks import admission, correctness, decode_forward, idle_rows, prompt_file, wall_clock
 from benchmarks.quickstart_seeds import line_of, mean
+from benchmarks.side_by_side import side_by_side
 from tests.evals.models import tiny_model
+from wedlm_jax.model.patterns import DualStream
+from wedlm_jax.ops.attention import attend, flash_gpu
 from wedlm_jax.pretrained import save
 
 
@@ -76,6 +81,34 @@ def test_prompt_file_completes_the_same_prompts_both_ways(tmp_path, monkeypatch,
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if " | ar | " in line]
     assert [row[:2] for row in rows] == [[str(tmp_path / "tiny"), "ar"], ["tiny", "ar"]]
     assert all(float(row[4]) > 0 for row in rows)
+
+
+def test_what_a_program_is_given_for_good_is_copied_only_where_another_is_given_it_too():
+    """A training state of 20 GB fits once."""
+    alone, shared = jnp.zeros(3), jnp.ones(3)
+    step = lambda state: (jax.tree.map(lambda x: x + 1, state),)  # noqa: E731
+    programs = {"step": (step, ({"alone": alone, "shared": shared},)), "other": (jnp.sum, (shared,))}
+    assert side_by_side(programs, 1, carried=("step",)).keys() == programs.keys()
+    assert alone.is_deleted() and not shared.is_deleted()
+
+
+def test_the_check_of_gpu_kernels_runs_those_that_it_names(monkeypatch):
+    """With plain operations in the place of kernels: that they are called as the library's are is not shown by this."""
+    calls = []
+
+    def forward(q_TNH, k_SKH, v_SKH, start_T, end_T, *, causal):
+        calls.append(causal)
+        keys_S = jnp.arange(len(k_SKH))
+        visible_TS = (start_T[:, None] <= keys_S) & (keys_S < end_T[:, None])
+        out, lse = attend(q_TNH[None], k_SKH[None], v_SKH[None], visible_TS[None])
+        return out[0], lse[0].T
+
+    monkeypatch.setattr(flash_gpu, "unsupported", lambda q, k: None)
+    paths = {"plain": correctness.by_flash(flash_gpu.Kernels(forward, forward))}
+    segment_ids = jnp.ones((1, 64), int)
+    q, k, v, _ = correctness.random_heads(1, 128, 16, 2, 1)
+    pattern = DualStream(segment_ids, 8)
+    assert jnp.allclose(paths["plain"](pattern, q, k, v), pattern.by_ranges(q, k, v), atol=1e-5) and calls
 
 
 @pytest.mark.parametrize("benchmark", [admission, wall_clock])

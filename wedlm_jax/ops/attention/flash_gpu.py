@@ -15,10 +15,13 @@ run: `sm90` on any GPU, and `triton` compiled on any GPU; benchmarks/gpu.sh does
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import chex
@@ -82,7 +85,7 @@ def flash_attention(
 def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
     """Why the kernels cannot do this, or None if they can."""
     if importlib.util.find_spec("tokamax") is None:
-        return "tokamax is not installed; pip install 'wedlm_jax[gpu]'"
+        return "tokamax is not installed (README, Install)"
     for length, what in ((q_BTNH.shape[1], "queries"), (k_BSKH.shape[1], "keys")):
         if length % TILE:
             return f"{length} {what} are not a multiple of {TILE}"
@@ -146,16 +149,34 @@ def _dense_backward(q_BTNH, k_BSKH, v_BSKH, visible_BTS, lse_BTN, delta_BTN, d_o
 
 
 def _kernels_of_this_gpu(dtype: jnp.dtype) -> Kernels:
-    from tokamax._src import gpu_utils
+    return sm90() if _module("gpu_utils").is_sm90() and dtype in (jnp.bfloat16, jnp.float16) else triton()
 
-    return sm90() if gpu_utils.is_sm90() and dtype in (jnp.bfloat16, jnp.float16) else triton()
+
+def _module(name: str) -> ModuleType:
+    with _unchecked():
+        return importlib.import_module(f"tokamax._src.{name}")
+
+
+@contextlib.contextmanager
+def _unchecked() -> Iterator[None]:
+    """Around the first import of a tokamax for Python 3.11, which has the types of its arguments checked by typeguard 2: its
+    annotations are a SyntaxError to typeguard 4, which tyro needs. Nobody checks them then."""
+    stand_in = ModuleType("typeguard")
+    stand_in.typechecked = lambda function, **_: function  # type: ignore[attr-defined]
+    found, sys.modules["typeguard"] = sys.modules.get("typeguard"), stand_in
+    try:
+        yield
+    finally:
+        del sys.modules["typeguard"]
+        if found is not None:
+            sys.modules["typeguard"] = found
 
 
 @functools.cache
 def sm90() -> Kernels:
     """Hopper: tiles by the bulk copy engine, warp groups that compute while others load."""
-    from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm90 as forward_kernel
-    from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as backward_kernel
+    forward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_kernel_sm90")
+    backward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
 
     def forward(q, k, v, start, end, *, causal):
         del causal  # the ranges say it, and skip by it
@@ -180,8 +201,8 @@ def sm90() -> Kernels:
 @functools.cache
 def triton() -> Kernels:
     """Ampere and later."""
-    from tokamax._src.ops.attention import pallas_triton as forward_kernel
-    from tokamax._src.ops.attention import pallas_triton_vjp as backward_kernel
+    forward_kernel: Any = _module("ops.attention.pallas_triton")
+    backward_kernel: Any = _module("ops.attention.pallas_triton_vjp")
 
     def common(q: jax.Array) -> dict[str, Any]:
         precision = jax.lax.DotAlgorithmPreset.DEFAULT
