@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import correctness
 from tests.conftest import examples
+from tests.ops.cuda import lowered_for_cuda
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention
 from wedlm_jax.errors import UserError
@@ -72,7 +73,7 @@ def test_the_kernel_lowers_for_cuda():
     q = jax.ShapeDtypeStruct((2, 16, 32, 128), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
     end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    text = jax.jit(attend_split).trace(q, keys, keys, end).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(attend_split, q, keys, keys, end)
     assert "triton" in text
 
 
