@@ -112,6 +112,9 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
         (("--decoder", "verified"), "decoder=verified: calibrated is plain streaming"),
         (("--verify", "fallback"), "verify=fallback: calibrated is plain streaming"),
         (("--fill-rule", "sum"), "fill_rule=sum: calibrated is plain streaming"),
+        (("--entropy-threshold", "0.4"), "--entropy-threshold: tau and lambda are what is chosen here; leave it out"),
+        (("--entropy-threshold", "none"), "--entropy-threshold: tau and lambda are what is chosen here; leave it out"),
+        (("--distance-penalty", "0.5"), "--distance-penalty: tau and lambda are what is chosen here; leave it out"),
         (("--temperature", "0.5"), "--temperature 0.5"),
         (("--model", "owner/name"), "is no local directory"),
         (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: cannot be read"),
@@ -123,3 +126,14 @@ def test_bad_flags_are_one_line(call, capsys, flags, complaint):
     assert exit.value.code == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_any_other_is_decoded(call, folder, capsys, monkeypatch):
+    with (folder / "in.jsonl").open("a") as lines:
+        lines.write(json.dumps({"prompt": "x " * 600}) + "\n")
+    monkeypatch.setattr(calibrate.Engine, "submit", lambda *_, **__: pytest.fail("a prompt was decoded"))
+    with pytest.raises(SystemExit) as exit:
+        call()
+    message = capsys.readouterr().err
+    assert exit.value.code == 2 and message.count("\n") == 1
+    assert "in.jsonl:3: 1200 prompt tokens + max_new_tokens=9" in message

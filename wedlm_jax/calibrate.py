@@ -21,8 +21,8 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
-from wedlm_jax.decode.generation import bucket
-from wedlm_jax.decode.prompts import Prompt, encode_prompt
+from wedlm_jax.decode.generation import bucket, make_request
+from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.agreement import disagreements
@@ -76,7 +76,8 @@ def measure(
     model: Model, prompts: Sequence[tuple[str, Prompt]], args: Calibrate, console: Console
 ) -> list[Calibration]:
     """One entry for every tau and lambda. All run in one engine: a prompt is prefilled once, and its row's cache used again."""
-    longest = max(len(encode_prompt(model, prompt, name)) for name, prompt in prompts)
+    # Every prompt is checked before any is decoded.
+    longest = max(len(make_request(model, prompt, args.decode, row=0, name=name).prompt) for name, prompt in prompts)
     context = min(bucket(longest + args.decode.max_new_tokens), model.config.max_position_embeddings)
     engine = Engine(model, rows=args.batch_size, context=context, queue=args.batch_size)
     pairs = list(itertools.product(THRESHOLDS, PENALTIES))
@@ -123,6 +124,9 @@ def _check_flags(args: Calibrate) -> None:
         raise UserError(
             f"{name}={getattr(args.decode, name)}: calibrated is plain streaming, whose tau and lambda are chosen; leave it out"
         )
+    for name in ("entropy_threshold", "distance_penalty"):
+        if getattr(args.decode, name) != getattr(DecodeConfig(), name):
+            raise UserError(f"--{name.replace('_', '-')}: tau and lambda are what is chosen here; leave it out")
     if args.decode.temperature > 0:
         raise UserError(
             f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"
