@@ -10,6 +10,7 @@ from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import point
 from wedlm_jax import cacheability as command
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.evals import sweep
 from wedlm_jax.evals.order import Order
 from wedlm_jax.pretrained import save
 
@@ -37,6 +38,26 @@ def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, mode
         "counting: streaming commits 95% of the filled tokens by the next forward with streaming, each, tau=inf" in said
     )
     assert "best p_cache among settings at least" in said
+
+
+def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch, capsys, model_dir, tmp_path):
+    by_hand = sweep.generate
+
+    def interrupted_at_blockwise(model, prompts, config):
+        if config.decoder == "blockwise":
+            raise KeyboardInterrupt
+        return by_hand(model, prompts, config)
+
+    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_blockwise)
+    flags = ("--tasks", "counting", "copying", "--limit", "1", "--thresholds", "inf", "--fill-rules", "each", "--window-size",
+             "4", "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    tasks = json.loads((tmp_path / "out" / "cacheability.json").read_text())["tasks"]
+    assert exit.value.code == 130 and list(tasks) == ["counting"]
+    assert [p["settings"]["decoder"] for p in tasks["counting"]["points"]] == ["streaming"]
+    assert "counting: streaming, each, tau=inf: 0% exact, " in capsys.readouterr().err
 
 
 def of(decoder, label, accuracy, p_cache, committed):

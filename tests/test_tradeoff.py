@@ -9,6 +9,7 @@ import pytest
 from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import AR, point
 from wedlm_jax import tradeoff as command
+from wedlm_jax.evals import sweep
 from wedlm_jax.pretrained import save
 
 
@@ -38,6 +39,26 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
         "Rank correlation of tokens/s with p_cache",
     ):
         assert finding in said
+
+
+def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch, capsys, model_dir, tmp_path):
+    by_hand = sweep.generate
+
+    def interrupted_at_the_second(model, prompts, config):
+        if config.entropy_threshold == 0.4:
+            raise KeyboardInterrupt
+        return by_hand(model, prompts, config)
+
+    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_the_second)
+    flags = ("--task", "counting", "--limit", "1", "--windows", "4", "--thresholds", "inf", "0.4", "--penalties", "0",
+             "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
+    assert exit.value.code == 130 and [p["settings"]["entropy_threshold"] for p in results["points"]] == ["inf"]
+    assert results["points"][0]["speedup_over_ar"] > 0 and results["points"][0]["equal_to_ar"] in (0, 1)
+    assert "W=4, tau=inf, lambda=0: 0% exact, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ class Cacheability:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where cacheability.json and cacheability.png go; nowhere if not given."""
+    """Where cacheability.json, written anew after every setting, and cacheability.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
 
 
@@ -91,9 +91,15 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
         def on_batch(setting: Setting, task: Task, done: int) -> None:
             progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
 
+        def on_point(ar: Row, points: list[Point]) -> None:
+            measured[ar.task] = ar, points
+            progress.console.print(f"{ar.task}: {points[-1].in_words()}", highlight=False, soft_wrap=True)
+            if args.out is not None:
+                save(args.out, args.model, measured)
+
         for of in chosen:
             drawn = problems[of.name]
-            measured[of.name] = measure(model, settings, of, drawn, batch_size=args.batch_size, on_batch=on_batch)
+            measure(model, settings, of, drawn, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
     for name, (ar, points) in measured.items():
         title = f"{args.model}: {name}, n = {ar.n}, batches of {args.batch_size}, {device()}"
         console.print(points_table(ar, points, title))
@@ -101,18 +107,21 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
             console.print(line, highlight=False)
     console.print(P_CACHE_NOTE, style="dim")
     if args.out is not None:
-        results = {
-            "model": args.model, "device": device(), "version": __version__,
-            "tasks": {
-                name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
-                for name, (ar, points) in measured.items()
-            },
-        }  # fmt: skip
-        write_json(args.out / "cacheability.json", results)
         with replacing(args.out / "cacheability.png") as partial:
             plot_cacheability({name: points for name, (_, points) in measured.items()}, partial)
         console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
     return measured
+
+
+def save(out: Path, model: str, measured: dict[str, tuple[Row, list[Point]]]) -> None:
+    results = {
+        "model": model, "device": device(), "version": __version__,
+        "tasks": {
+            name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
+            for name, (ar, points) in measured.items()
+        },
+    }  # fmt: skip
+    write_json(out / "cacheability.json", results)
 
 
 def findings(name: str, points: Sequence[Point]) -> list[str]:

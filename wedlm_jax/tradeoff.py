@@ -56,7 +56,7 @@ class Tradeoff:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where tradeoff.json and tradeoff.png go; nowhere if not given."""
+    """Where tradeoff.json, written anew after every setting, and tradeoff.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64)
 
 
@@ -74,23 +74,33 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         def on_batch(setting: Setting, task: Task, done: int) -> None:
             progress.update(bar, advance=done, description=setting.label)
 
-        ar, points = measure(model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch)
+        def on_point(ar: Row, points: list[Point]) -> None:  # a large grid takes hours
+            progress.console.print(points[-1].in_words(), highlight=False, soft_wrap=True)
+            if args.out is not None:
+                save(args.out, args.model, ar, points)
+
+        ar, points = measure(
+            model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
+        )
     title = f"{args.model}: {args.decode.decoder} on {args.task}, n = {ar.n}, batches of {args.batch_size}, {device()}"
     console.print(points_table(ar, points, title, starred=pareto_front(points)))
     for line in findings(ar, points):
         console.print(line)
     if args.out is not None:
-        results = {
-            "model": args.model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
-            "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
-            "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],
-            "rank_correlations": rank_correlations(points),
-        }  # fmt: skip
-        write_json(args.out / "tradeoff.json", results)
         with replacing(args.out / "tradeoff.png") as partial:
             plot_tradeoff(ar, points, partial, title)
         console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
     return points
+
+
+def save(out: Path, model: str, ar: Row, points: list[Point]) -> None:
+    results = {
+        "model": model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
+        "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
+        "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],
+        "rank_correlations": rank_correlations(points),
+    }  # fmt: skip
+    write_json(out / "tradeoff.json", results)
 
 
 def findings(ar: Row, points: list[Point]) -> list[str]:

@@ -13,8 +13,9 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.evals.one_by_one import one_by_one
 from wedlm_jax.evals.order import Order, filling_order
-from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, sweep
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
@@ -37,6 +38,12 @@ class Point:
         """The row, and the order of filling."""
         order = {"commit_rate": self.order.commit_rate, "out_of_order": self.order.out_of_order}
         return dataclasses.asdict(self.row) | order
+
+    def in_words(self) -> str:
+        """One line, for as long as there is no table."""
+        row = self.row
+        speed = f"{row.tokens_per_second:,.0f} tokens/s, {row.tokens_per_forward:.2f} tokens per forward"
+        return f"{row.label}: {self.accuracy:.0%} exact, {speed}, p_cache {row.p_cache:.2f}"
 
     @property
     def measures(self) -> dict[str, float]:
@@ -71,10 +78,15 @@ def measure(
     *,
     batch_size: int,
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_point: Callable[[Row, list[Point]], None] = lambda ar, points: None,
 ) -> tuple[Row, list[Point]]:
-    """AR, and every setting: exact match and speed from the compiled loop, the order of filling from a traced run."""
+    """AR, and every setting: exact match and speed from the compiled loop, the order of filling from a traced run.
+
+    Args:
+      on_batch: told after every timed batch how many problems it held.
+      on_point: told after every setting what there is by then: AR, and the points.
+    """
     ar = Setting("AR", ADAPTED, settings[0].config.by("ar"))
-    rows, _ = sweep({ADAPTED: model}, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
     prompts = [encode_prompt(model, problem.prompt) for problem in problems]
     lengths = [len(prompt) for prompt in prompts]
 
@@ -83,7 +95,13 @@ def measure(
         traced = [c for i in starts for c in generate(model, prompts[i : i + batch_size], setting.config, trace=True)]
         return filling_order(traced, lengths)
 
-    return rows[0], [Point(row, order(setting)) for row, setting in zip(rows[1:], settings, strict=True)]
+    found = one_by_one(model, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
+    of_ar = next(found).rows[0]
+    points: list[Point] = []
+    for measured in found:
+        points.append(Point(measured.rows[0], order(measured.setting)))
+        on_point(of_ar, points)
+    return of_ar, points
 
 
 def pareto_front(points: Sequence[Point]) -> list[Point]:
