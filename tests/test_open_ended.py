@@ -1,12 +1,16 @@
 """`python -m wedlm_jax.open_ended`: code or your own prompts, two tables, JSON and a plot; bad flags are one line."""
 
+import io
 import json
 import sys
 
 import pytest
+from rich.console import Console
 
 from tests.evals.models import tiny_model
 from wedlm_jax import open_ended as command
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals import sweep
 from wedlm_jax.pretrained import save
 
 FLAGS = ["--max-new-tokens=6", "--window-size=4", "--block-size=4", "--limit=3", "--thresholds", "inf", "inf"]
@@ -57,8 +61,43 @@ def test_without_input_the_prompts_are_held_out_code(folder):
             "".join(f"def f{j}(x):\n    return x + {i * j}\n" for j in range(12))
         )
     args = command.OpenEndedFlags("x", code=folder / "library", characters=30, limit=4, mauve=True)
-    prompts, references = command.prompts_of(args, tiny_model())
+    prompts, references = command.prompts_of(args, tiny_model(), Console())
     assert len(prompts) == len(references) == 4 and all("def f" in text for text in [*prompts.values(), *references])
+
+
+def test_an_excerpt_that_nothing_follows_is_left_out_of_mauve_and_said_to_be(monkeypatch, tmp_path):
+    rests = iter(["", "y = 2\n", ""])
+    monkeypatch.setattr(command, "code_prompts", lambda *_: [(f"x = {i}\n", rest) for i, rest in enumerate(rests)])
+    monkeypatch.setattr(command, "code_files", lambda *_, **__: [])
+    said = io.StringIO()
+    prompts, references = command.prompts_of(
+        command.OpenEndedFlags("x", mauve=True), tiny_model(), Console(file=said, width=200)
+    )
+    assert list(prompts.values()) == ["x = 1\n"] and references == ["y = 2\n"]
+    assert said.getvalue().startswith("Left out: 2 excerpts that end their files")
+    monkeypatch.setattr(command, "code_prompts", lambda *_: [("x = 1\n", "")])
+    with pytest.raises(UserError, match="--mauve: every excerpt ends its file"):
+        command.prompts_of(command.OpenEndedFlags("x", mauve=True), tiny_model(), Console())
+    assert command.prompts_of(command.OpenEndedFlags("x"), tiny_model(), Console())[0]  # a prompt all the same
+
+
+def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeypatch, capsys, folder):
+    out, by_hand = folder / "interrupted", sweep.generate
+
+    def interrupted_at_streaming(model, prompts, config):
+        if config.decoder == "streaming":
+            raise KeyboardInterrupt
+        return by_hand(model, prompts, config)
+
+    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_streaming)
+    flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
+    monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    results = json.loads((out / "open_ended.json").read_text())
+    assert exit.value.code == 130 and [m["label"] for m in results["measures"]] == ["AR", "block-wise"]
+    assert [set(text) for text in results["texts"]] == [{"prompt", "level", "AR", "block-wise"}] * 3
+    assert "block-wise: AR perplexity" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class OpenEndedFlags:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where open_ended.json and open_ended.png go; nowhere if not given."""
+    """Where open_ended.json, written anew after every decoder, and open_ended.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
 
 
@@ -73,11 +73,21 @@ def settings_of(args: OpenEndedFlags) -> list[Setting]:
     ]
 
 
-def prompts_of(args: OpenEndedFlags, model: Model) -> tuple[dict[str, str], list[str] | None]:
-    """The prompts as text by the names that messages give them, and, of code, what follows each where MAUVE asks for it."""
+def prompts_of(args: OpenEndedFlags, model: Model, console: Console) -> tuple[dict[str, str], list[str] | None]:
+    """The prompts as text by the names that messages give them, and, of code, what follows each where MAUVE asks for it: an
+    excerpt that nothing follows is then left out, and said to be."""
     if args.input is None:
         files = code_files("held_out", args.code, field="--code")
-        pairs = code_prompts(files, args.characters, args.limit, args.decode.seed)
+        drawn = code_prompts(files, args.characters, args.limit, args.decode.seed)
+        pairs = [(prompt, rest) for prompt, rest in drawn if rest or not args.mauve]
+        if not pairs:
+            raise UserError(
+                "--mauve: every excerpt ends its file, with no text to score against; name more code as --code"
+            )
+        if left_out := len(drawn) - len(pairs):
+            console.print(
+                f"Left out: {left_out} excerpts that end their files, with no text for --mauve to score against."
+            )
         texts = {f"excerpt {i} of --characters {args.characters}": prompt for i, (prompt, _) in enumerate(pairs, 1)}
         return texts, [rest for _, rest in pairs] if args.mauve else None
     texts = {}
@@ -97,7 +107,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
     settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter)
-    named, references = prompts_of(args, model)
+    named, references = prompts_of(args, model, console)
     for row, (name, prompt) in enumerate(named.items()):  # before any is decoded
         for setting in settings:
             make_request(model, prompt, setting.config, row=row, name=name)
@@ -108,20 +118,32 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         def on_batch(setting: Setting, task: Task, done: int) -> None:
             progress.update(bar, advance=done, description=f"{task.name} entropy: {setting.label}")
 
-        found = measure(model, settings, prompts, references, batch_size=args.batch_size, on_batch=on_batch)
+        def on_decoder(found: OpenEnded) -> None:
+            progress.console.print(found.measures[-1].in_words(), highlight=False, soft_wrap=True)
+            if args.out is not None:
+                save(args, found)
+
+        found = measure(
+            model, settings, prompts, references,
+            batch_size=args.batch_size, on_batch=on_batch, on_decoder=on_decoder,
+        )  # fmt: skip
     title = f"{args.model}: {len(prompts)} prompts, {args.decode.max_new_tokens} tokens at most, {device()}"
     console.print(texts_table(found, title))
     console.print(levels_table(found))
     if args.out is not None:
-        results = {
-            "model": args.model, "device": device(), "version": __version__, "prompts": args.input and str(args.input),
-            **dataclasses.asdict(found),
-        }  # fmt: skip
-        write_json(args.out / "open_ended.json", results)
         with replacing(args.out / "open_ended.png") as partial:
             plot_open_ended(found, partial, title)
         console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}")
     return found
+
+
+def save(args: OpenEndedFlags, found: OpenEnded) -> None:
+    assert args.out is not None
+    results = {
+        "model": args.model, "device": device(), "version": __version__, "prompts": args.input and str(args.input),
+        **dataclasses.asdict(found),
+    }  # fmt: skip
+    write_json(args.out / "open_ended.json", results)
 
 
 def texts_table(found: OpenEnded, title: str) -> Table:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.evals.models import tiny_model
 from wedlm_jax.data.stdlib_code import CodeFile
@@ -15,6 +16,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals import open_ended
 from wedlm_jax.evals.open_ended import by_level, code_prompts, distinct, judge, mauve_score, measure, repetition
 from wedlm_jax.evals.sweep import ADAPTED, Setting
+from wedlm_jax.model.transformer import Transformer
 
 FILES = [CodeFile(f"{i}.py", "".join(f"x{i} = {j}\n" for j in range(60))) for i in range(3)]
 
@@ -26,16 +28,43 @@ def test_distinct_counts_over_all_texts_and_repetition_inside_each():
     assert repetition([[1, 2]], 4) is not None and math.isnan(repetition([[1, 2]], 4)) and math.isnan(distinct([[]], 1))
 
 
-def test_the_judge_is_one_plain_forward():
-    model, prompt, ids = tiny_model(), [5, 9, 7], [20, 21, 22, 23]
-    tokens = jnp.asarray([prompt + ids])
-    log_p = np.asarray(jax.nn.log_softmax(model(tokens, positions=jnp.arange(7)[None])))[0]
+@pytest.mark.parametrize("lengths", [(3, 4), (290, 60)])  # one chunk of positions, and two
+def test_the_judge_is_one_plain_forward(lengths):
+    model, random = tiny_model(), np.random.default_rng(0)
+    prompt, ids = (random.integers(1, 500, n).tolist() for n in lengths)
+    tokens, n = jnp.asarray([prompt + ids]), len(prompt)
+    positions = jnp.arange(sum(lengths))[None]
+    log_p = np.asarray(jax.nn.log_softmax(model(tokens, positions=positions)))[0]
     found = judge(model, prompt, ids)
-    assert found.nats == pytest.approx(-sum(log_p[2 + i, token] for i, token in enumerate(ids)), rel=1e-5)
-    assert found.prompt_entropy == pytest.approx(-(np.exp(log_p[:3]) * log_p[:3]).sum(-1).mean(), rel=1e-5)
-    hidden = model.hidden(tokens, positions=jnp.arange(7)[None])[0, -1]
+    assert found.nats == pytest.approx(-sum(log_p[n - 1 + i, token] for i, token in enumerate(ids)), rel=1e-5)
+    assert found.prompt_entropy == pytest.approx(-(np.exp(log_p[:n]) * log_p[:n]).sum(-1).mean(), rel=1e-5)
+    hidden = model.hidden(tokens, positions=positions)[0, -1]
     np.testing.assert_allclose(found.feature, hidden, rtol=1e-5, atol=1e-5)
     assert judge(model, prompt, []).nats == 0
+
+
+def test_the_logits_of_few_positions_are_held_at_a_time_however_long_the_text(monkeypatch):
+    seen, logits = [], Transformer.logits
+    monkeypatch.setattr(Transformer, "logits", lambda self, hidden: seen.append(hidden.shape) or logits(self, hidden))
+    graph, params = nnx.split(tiny_model().transformer)
+    open_ended._judge.lower(graph, params, np.zeros((1, 2048), np.int32), np.int32(5), np.int32(2000))
+    assert {math.prod(shape[:-1]) for shape in seen} == {open_ended.JUDGED_AT_ONCE}
+
+
+def test_a_text_that_memory_does_not_hold_is_one_line(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 20 bytes.")
+
+    monkeypatch.setattr(open_ended, "_judge", full)
+    with pytest.raises(UserError, match="out of memory with one forward over 32 tokens, .* lower max_new_tokens"):
+        judge(tiny_model(), [5, 9, 7], [20])
+
+
+def test_an_empty_reference_is_told_before_anything_is_decoded(monkeypatch):
+    monkeypatch.setattr(open_ended, "one_by_one", lambda *_, **__: pytest.fail("a prompt was decoded"))
+    settings = [Setting("ar", ADAPTED, DecodeConfig(decoder="ar"))]
+    with pytest.raises(UserError, match="what follows prompt 1 is empty"):
+        measure(tiny_model(), settings, ["x = 1\n"] * 2, ["y = 2\n", ""], batch_size=1)
 
 
 def test_prompts_fall_into_thirds_by_entropy():

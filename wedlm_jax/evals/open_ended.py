@@ -19,13 +19,15 @@ from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, sweep
+from wedlm_jax.evals.one_by_one import one_by_one
+from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
-from wedlm_jax.ops.categorical import entropy
+from wedlm_jax.ops.categorical import entropy, log_prob
 
 LEVELS = ("low", "medium", "high")  # thirds of the prompts by their mean entropy
 REPEATED = 4  # n of the n-grams that count as repetition
+JUDGED_AT_ONCE = 256  # positions whose logits are held at a time: 156 MB of a vocabulary of 152k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +53,20 @@ class TextMeasures:
     tokens_per_second: float
     speedup_over_ar: float
 
+    def in_words(self) -> str:
+        """One line, for as long as there is no table."""
+        speed = f"{self.tokens_per_forward:.2f} tokens per forward, {self.speedup_over_ar:.2f}x AR's speed"
+        return f"{self.label}: AR perplexity {self.perplexity:.2f}, {speed}"
+
 
 @dataclasses.dataclass(frozen=True)
 class OpenEnded:
-    """Everything that was measured."""
+    """Everything that is measured by now."""
 
     entropies: list[float]  # of the prompts, in nats
     bounds: dict[str, tuple[float, float]]  # least and greatest of each level
     measures: list[TextMeasures]
-    rows: list[Row]  # by level and decoder
+    rows: list[Row]  # by decoder and level
     texts: list[dict[str, Any]]  # a prompt, its level, and the continuations by decoder
 
 
@@ -78,12 +85,24 @@ def code_prompts(files: Sequence[CodeFile], characters: int, limit: int, seed: i
 
 
 def judge(model: Model, prompt: Sequence[int], ids: Sequence[int]) -> Judged:
-    """One AR forward over prompt and continuation."""
+    """One AR forward over prompt and continuation.
+
+    Raises:
+      UserError: it does not fit in memory.
+    """
     tokens = np.zeros(bucket(len(prompt) + len(ids)), np.int32)
     tokens[: len(prompt) + len(ids)] = [*prompt, *ids]
     graph, params = nnx.split(model.transformer)
-    parts = _judge(graph, params, tokens[None], np.int32(len(prompt)), np.int32(len(prompt) + len(ids)))
-    mean_entropy, nats, feature = (np.asarray(x) for x in parts)
+    try:
+        parts = _judge(graph, params, tokens[None], np.int32(len(prompt)), np.int32(len(prompt) + len(ids)))
+        mean_entropy, nats, feature = (np.asarray(x) for x in parts)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"out of memory with one forward over {len(tokens)} tokens, which judges a text of {len(ids)} behind a prompt of "
+            f"{len(prompt)}: shorten the prompts or lower max_new_tokens"
+        ) from error
     return Judged(float(mean_entropy), float(nats), feature)
 
 
@@ -95,10 +114,15 @@ def _judge(
     transformer = nnx.merge(graph, params)
     place = jnp.arange(tokens_1L.shape[1])
     hidden_1LD = transformer.hidden(tokens_1L, positions=place[None])
-    log_p_LV = jax.nn.log_softmax(transformer.logits(hidden_1LD)[0])
-    entropies = entropy(log_p_LV)
     following = jnp.roll(tokens_1L[0], -1)
-    log_p = jnp.take_along_axis(log_p_LV, following[:, None], axis=-1)[:, 0]
+
+    def at_some(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits_CV = transformer.logits(chunk[0])
+        return entropy(logits_CV), log_prob(logits_CV, chunk[1])
+
+    C = min(JUDGED_AT_ONCE, len(place))  # a divisor: both are powers of two
+    chunks = hidden_1LD.reshape(-1, C, hidden_1LD.shape[-1]), following.reshape(-1, C)
+    entropies, log_p = (x.reshape(-1) for x in jax.lax.map(at_some, chunks))
     scored = (place >= prompt - 1) & (place < end - 1)
     return jnp.sum(jnp.where(place < prompt, entropies, 0)) / prompt, -jnp.sum(log_p * scored), hidden_1LD[0, end - 1]
 
@@ -158,36 +182,44 @@ def measure(
     *,
     batch_size: int,
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_decoder: Callable[[OpenEnded], None] = lambda found: None,
 ) -> OpenEnded:
     """Every decoder on every prompt, level by level.
 
     Args:
       settings: AR first, which the others are set against.
       references: what human text goes on with, for MAUVE; None leaves it out.
+      on_batch: told after every timed batch how many prompts it held.
+      on_decoder: told after every setting what there is by then.
+
+    Raises:
+      UserError: a prompt or a reference is empty, or does not fit in memory.
     """
-    assert settings[0].config.decoder == "ar"
     encoded = [encode_prompt(model, prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
     entropies = [judge(model, ids, []).prompt_entropy for ids in encoded]
+    of_references = None
+    if references is not None:  # before any is decoded
+        length = max(s.config.max_new_tokens for s in settings)
+        goes_on = [encode_prompt(model, text, f"what follows prompt {i}")[:length] for i, text in enumerate(references)]
+        of_references = np.stack([judge(model, *pair).feature for pair in zip(encoded, goes_on, strict=True)])
     levels = by_level(entropies)
     problems = {level: [Problem(level, prompts[i], "", "") for i in members] for level, members in levels.items()}
     tasks = [(Task(level, lambda limit, seed, of=of: of[:limit], None), of) for level, of in problems.items()]  # type: ignore[misc]
-    rows, by_task = sweep({ADAPTED: model}, settings, tasks, batch_size=batch_size, on_batch=on_batch)
-    completions = {s.label: _in_order([(levels[level], by_task[level, s.label]) for level in levels]) for s in settings}
-    of_references = None
-    if references is not None:
-        length = max(s.config.max_new_tokens for s in settings)
-        goes_on = [encode_prompt(model, text, "reference")[:length] for text in references]
-        of_references = np.stack([judge(model, *pair).feature for pair in zip(encoded, goes_on, strict=True)])
-    measures = [_measures(model, s.label, encoded, completions[s.label], rows, of_references) for s in settings]
-    ar = measures[0].tokens_per_second
-    measures = [dataclasses.replace(m, speedup_over_ar=m.tokens_per_second / ar) for m in measures]
     level_of = {i: level for level, members in levels.items() for i in members}
-    texts = [
-        {"prompt": prompt, "level": level_of[i], **{label: found[i].text for label, found in completions.items()}}
-        for i, prompt in enumerate(prompts)
-    ]
+    texts: list[dict[str, Any]] = [{"prompt": prompt, "level": level_of[i]} for i, prompt in enumerate(prompts)]
     bounds = {level: (min(s), max(s)) for level, m in levels.items() if (s := [entropies[i] for i in m])}
-    return OpenEnded(entropies, bounds, measures, rows, texts)
+    found = OpenEnded(entropies, bounds, [], [], texts)
+    for setting, rows, by_task in one_by_one(model, settings, tasks, batch_size=batch_size, on_batch=on_batch):
+        completions = _in_order(list(zip(levels.values(), by_task, strict=True)))
+        measures = _measures(model, setting.label, encoded, completions, rows, of_references)
+        ar = found.measures[0] if found.measures else measures
+        speedup = measures.tokens_per_second / ar.tokens_per_second
+        found.measures.append(dataclasses.replace(measures, speedup_over_ar=speedup))
+        found.rows.extend(rows)
+        for text, completion in zip(texts, completions, strict=True):
+            text[setting.label] = completion.text
+        on_decoder(found)
+    return found
 
 
 def _in_order(parts: Sequence[tuple[list[int], list[Completion]]]) -> list[Completion]:
@@ -205,8 +237,7 @@ def _measures(
 ) -> TextMeasures:
     ids = [completion.ids for completion in completions]
     judged = [judge(model, prompt, text) for prompt, text in zip(prompts, ids, strict=True)]
-    tokens, mine = sum(map(len, ids)), [row for row in rows if row.label == label]
-    seconds = sum(row.generated_tokens / row.tokens_per_second for row in mine)
+    tokens, seconds = sum(map(len, ids)), sum(row.generated_tokens / row.tokens_per_second for row in rows)
     return TextMeasures(
         label,
         tokens,
