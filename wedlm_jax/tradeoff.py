@@ -7,6 +7,7 @@ python -m wedlm_jax.tradeoff --model exports/quickstart --task counting --window
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,7 +84,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
             model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
         )
     title = f"{args.model}: {args.decode.decoder} on {args.task}, n = {ar.n}, batches of {args.batch_size}, {device()}"
-    console.print(points_table(ar, points, title, starred=pareto_front(points)))
+    console.print(points_table(ar, points, title, starred=pareto_front(points) if ar.accuracy else ()))
     for line in findings(ar, points):
         console.print(line)
     if args.out is not None:
@@ -104,15 +105,27 @@ def save(out: Path, model: str, ar: Row, points: list[Point]) -> None:
 
 
 def findings(ar: Row, points: list[Point]) -> list[str]:
-    """The front, where settings fail, and the rank correlations, a line each."""
-    front = "; ".join(f"{p.row.label} ({p.accuracy:.0%})" for p in pareto_front(points))
-    correlations = ", ".join(f"{name} {rho:+.2f}" for name, rho in rank_correlations(points).items())
+    """The front and where settings fail, if AR solves any problem, and the rank correlations, a line each."""
     assert ar.accuracy is not None
+    if not ar.accuracy:  # any setting is as good as AR then
+        return [
+            "AR solves none of the problems, so exact match says nothing of the settings here.",
+            _correlations(points),
+        ]
+    front = "; ".join(f"{p.row.label} ({p.accuracy:.0%})" for p in pareto_front(points))
     lines = [f"* Pareto front, from fast to exact: {front}.", _failures(points, ar.accuracy, "AR's")]
-    if len(failed(points, ar.accuracy)) == len(points):  # then that says nothing of the settings
-        best = max(points, key=lambda p: p.accuracy)
+    best = max(points, key=lambda p: p.accuracy)
+    if best.accuracy and len(failed(points, ar.accuracy)) == len(points):  # then that says nothing of the settings
         lines.append(_failures(points, best.accuracy, f"the best setting's ({best.row.label})"))
-    return [*lines, f"Rank correlation of tokens/s with {correlations} (Spearman's, over {len(points)} settings)."]
+    return [*lines, _correlations(points)]
+
+
+def _correlations(points: list[Point]) -> str:
+    if len(points) < 3:  # of two, it is 1 or -1 whatever they are
+        return f"Settings: {len(points)}, too few for a rank correlation of tokens/s."
+    of = rank_correlations(points).items()
+    told = ", ".join(f"{name} (does not vary)" if math.isnan(rho) else f"{name} {rho:+.2f}" for name, rho in of)
+    return f"Rank correlation of tokens/s with {told} (Spearman's, over {len(points)} settings)."
 
 
 def _failures(points: list[Point], accuracy: float, whose: str) -> str:
