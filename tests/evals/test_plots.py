@@ -4,11 +4,14 @@ import pytest
 from matplotlib import pyplot as plt
 
 from tests.evals.test_show import row
+from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.open_ended import OpenEnded, TextMeasures
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
+from wedlm_jax.evals.order import Order
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.speed import Speed, Work
 from wedlm_jax.evals.speed_plot import plot_speeds
+from wedlm_jax.evals.tradeoff import Point
 
 
 def test_the_plot_is_a_png_with_two_panels_a_task_and_none_for_tasks_without_answers(tmp_path, monkeypatch):
@@ -61,3 +64,23 @@ def test_the_taus_of_streaming_can_be_told_apart_in_open_ended_generation(tmp_pa
     for axes in figure.axes:
         ar, *streaming = [line.get_alpha() for line in axes.lines]
         assert ar == 1 and streaming == sorted(set(streaming)) and len(streaming) == 3
+
+
+def test_the_bars_of_p_cache_lie_inside_the_picture_however_long(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plt, "close", seen.append)
+    points = {
+        task: [
+            Point(row(label=decoder, settings={"decoder": decoder}, p_cache=p_cache), Order(10, 5, 1))
+            for decoder, p_cache in (("streaming", 0.3), ("blockwise", highest))
+        ]
+        for task, highest in (("counting", 0.96), ("word_problems", 0.4))
+    }
+    plot_cacheability(points, tmp_path / "cacheability.png")
+    plot_cacheability({"word_problems": points["word_problems"]}, tmp_path / "cacheability.png")
+    high, low = seen
+    assert all(axes.get_xlim()[1] > 0.96 for axes in high.axes)
+    assert low.axes[0].get_xlim()[1] == 0.6  # short bars stay comparable between pictures
+    # The number behind the bar, too.
+    ends = [text.get_window_extent().x1 for text in high.axes[0].texts]
+    assert len(ends) == 2 and max(ends) <= high.axes[0].get_window_extent().x1
