@@ -20,6 +20,7 @@ import jax
 import tyro
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -95,7 +96,9 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     work, left_out = works(args, model, problems)
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
-    console.print(f"{args.model} in {model.config.dtype} on {device()}, medians of {args.repeats}")
+    changes = args.decode.changes(Bench.decode)
+    heading = f"{args.model} in {model.config.dtype} on {device()}"
+    console.print(escape(", ".join([heading, f"medians of {args.repeats}", *changes])))
     console.print("\n".join([*left_out, ""]))
     speeds: list[Speed] = []
     besides: list[Beside] = []
@@ -132,7 +135,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
         console.print(line)
     if args.out is not None:
         with replacing(args.out / "bench.png") as partial:
-            plot_speeds(speeds, partial, f"{args.model} on {device()}")
+            plot_speeds(speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
     return speeds
 

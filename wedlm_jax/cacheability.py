@@ -100,15 +100,15 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
         for of in chosen:
             drawn = problems[of.name]
             measure(model, settings, of, drawn, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
+    how = ", ".join([f"batches of {args.batch_size}", device(), *args.decode.changes(Cacheability.decode)])
     for name, (ar, points) in measured.items():
-        title = f"{args.model}: {name}, n = {ar.n}, batches of {args.batch_size}, {device()}"
-        console.print(points_table(ar, points, title))
+        console.print(points_table(ar, points, f"{args.model}: {name}, n = {ar.n}, {how}"))
         for line in findings(name, points):
             console.print(line, highlight=False)
     console.print(P_CACHE_NOTE, style="dim")
     if args.out is not None:
         with replacing(args.out / "cacheability.png") as partial:
-            plot_cacheability({name: points for name, (_, points) in measured.items()}, partial)
+            plot_cacheability({name: points for name, (_, points) in measured.items()}, partial, f"{args.model}: {how}")
         console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
     return measured
 

@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import tyro
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
@@ -127,7 +128,9 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
             model, settings, prompts, references,
             batch_size=args.batch_size, on_batch=on_batch, on_decoder=on_decoder,
         )  # fmt: skip
-    title = f"{args.model}: {len(prompts)} prompts, {args.decode.max_new_tokens} tokens at most, {device()}"
+    length = args.decode.max_new_tokens
+    changes = args.decode.changes(dataclasses.replace(OpenEndedFlags.decode, max_new_tokens=length))
+    title = ", ".join([f"{args.model}: {len(prompts)} prompts", f"{length} tokens at most", device(), *changes])
     console.print(texts_table(found, title))
     console.print(levels_table(found))
     if args.out is not None:
@@ -148,7 +151,7 @@ def save(args: OpenEndedFlags, found: OpenEnded) -> None:
 
 def texts_table(found: OpenEnded, title: str) -> Table:
     """One line a decoder: the texts and the speed over all prompts."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("decoder", no_wrap=True)
     for name in (
         "distinct\n1, 2, 3",

@@ -83,7 +83,9 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         ar, points = measure(
             model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
         )
-    title = f"{args.model}: {args.decode.decoder} on {args.task}, n = {ar.n}, batches of {args.batch_size}, {device()}"
+    changes = args.decode.changes(Tradeoff.decode.by(args.decode.decoder))
+    heading = f"{args.model}: {args.decode.decoder} on {args.task}"
+    title = ", ".join([heading, f"n = {ar.n}", f"batches of {args.batch_size}", device(), *changes])
     console.print(points_table(ar, points, title, starred=pareto_front(points) if ar.accuracy else ()))
     for line in findings(ar, points):
         console.print(line)

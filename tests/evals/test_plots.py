@@ -4,6 +4,7 @@ import pytest
 from matplotlib import pyplot as plt
 
 from tests.evals.test_show import row
+from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.open_ended import OpenEnded, TextMeasures
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
@@ -76,11 +77,25 @@ def test_the_bars_of_p_cache_lie_inside_the_picture_however_long(tmp_path, monke
         ]
         for task, highest in (("counting", 0.96), ("word_problems", 0.4))
     }
-    plot_cacheability(points, tmp_path / "cacheability.png")
-    plot_cacheability({"word_problems": points["word_problems"]}, tmp_path / "cacheability.png")
+    plot_cacheability(points, tmp_path / "cacheability.png", "title")
+    plot_cacheability({"word_problems": points["word_problems"]}, tmp_path / "cacheability.png", "title")
     high, low = seen
     assert all(axes.get_xlim()[1] > 0.96 for axes in high.axes)
     assert low.axes[0].get_xlim()[1] == 0.6  # short bars stay comparable between pictures
     # The number behind the bar, too.
     ends = [text.get_window_extent().x1 for text in high.axes[0].texts]
     assert len(ends) == 2 and max(ends) <= high.axes[0].get_window_extent().x1
+
+
+def test_a_long_title_with_stop_strings_lies_inside_the_picture_as_it_is(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plt, "close", seen.append)
+    points = {"counting": [Point(row(label="verified"), Order(10, 5, 1))]}
+    stop = DecodeConfig(stop=("$\\frac$", "$"), verify="fallback", temperature=0.5).changes(DecodeConfig())
+    title = ", ".join(["/somewhere/exports/quickstart_adapter", *stop] * 3)
+    plot_cacheability(points, tmp_path / "cacheability.png", title)
+    (figure,) = seen
+    extent = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1 and extent.y1 <= figure.bbox.y1
+    assert extent.y0 >= max(axes.get_tightbbox().y1 for axes in figure.axes)
+    assert figure.get_suptitle().replace("\n", " ") == title

@@ -1,13 +1,16 @@
 """The grid, the Pareto front, what fails, and the rank correlations."""
 
 import dataclasses
+import io
 import math
 
 import pytest
+from rich.console import Console
 
 from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.order import Order
+from wedlm_jax.evals.show import points_table
 from wedlm_jax.evals.sweep import Row, settings_as_json
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evals.tradeoff import Point, failed, failure_region, grid, measure, pareto_front, rank_correlations
@@ -33,6 +36,20 @@ def test_the_grid_is_every_window_with_every_threshold_and_penalty():
     ]  # fmt: skip
     assert found == [(w, t, p, 8) for w in (4, 8) for t in (0.1, math.inf) for p in (0.0, 1.0)]
     assert settings[2].label == "W=4, tau=inf, lambda=0"
+
+
+def test_what_is_not_the_default_is_told_by_name():
+    defaults = DecodeConfig(max_new_tokens=64)
+    assert defaults.changes(defaults) == []
+    fallback = dataclasses.replace(defaults, verify="fallback", top_k=5)
+    assert fallback.changes(defaults) == ["verify=fallback", "top_k=5"]
+    assert dataclasses.replace(defaults, decoder="verified").changes(defaults.by("verified")) == []
+
+
+def test_the_title_of_the_table_may_hold_what_looks_like_markup():
+    console = Console(file=io.StringIO(), width=120)
+    console.print(points_table(AR, [point("a", 0.9, 10)], "stop=('[/x]',)"))
+    assert "stop=('[/x]',)" in console.file.getvalue()
 
 
 def test_the_front_holds_what_nothing_beats_in_both():

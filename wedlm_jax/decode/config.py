@@ -105,6 +105,11 @@ class DecodeConfig:
         verify = self.verify if decoder == "streaming" else "none"
         return dataclasses.replace(self, decoder=decoder, verify=verify, **changes)
 
+    def changes(self, defaults: DecodeConfig) -> list[str]:
+        """What is set otherwise than in `defaults`, each as `name=value`, for a title."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return [f"{name}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+
     @property
     def uses_masks(self) -> bool:
         return self.decoder not in ("ar", "lookup")

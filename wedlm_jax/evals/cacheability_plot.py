@@ -10,11 +10,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from wedlm_jax.evals.plots import COLOURS
+from wedlm_jax.evals.plots import COLOURS, put_title
 from wedlm_jax.evals.tradeoff import Point
 
 
-def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path) -> None:
+def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """Writes a PNG from the points of every task."""
     longest = max(map(len, points_of.values()))
     room = 1.18  # for the number behind the longest bar
@@ -39,6 +39,7 @@ def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path) -> N
             axes.set_title(f"{task.replace('_', ' ')}: {name}", fontsize=10)
         line[0].invert_yaxis()
         line[0].margins(x=0.2)
+    put_title(figure, title)
     figure.tight_layout()
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)

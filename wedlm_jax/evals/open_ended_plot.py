@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from wedlm_jax.evals.open_ended import OpenEnded
-from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity
+from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity, put_title
 
 
 def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
@@ -44,7 +44,7 @@ def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
     for axes in panels[:2]:
         axes.set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.suptitle(title, fontsize=12)
+    put_title(figure, title)
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 0.99))
     figure.savefig(path, metadata={"Software": None})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from wedlm_jax.evals.sweep import BASE, Row
 
 MARKERS = {"ar": "o", "lookup": "D", "blockwise": "s", "streaming": "^", "verified": "*"}
 COLOURS = {"ar": "#444444", "lookup": "#59a14f", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
+CHARACTERS_PER_INCH = 10  # of a title's type
 
 
 def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
@@ -40,6 +43,12 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 0.98))
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
+
+
+def put_title(figure: Figure, title: str) -> None:
+    """Above all panels, in as many lines as the width of the figure asks for. It is no TeX, whatever it holds."""
+    lines = textwrap.fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
+    figure.suptitle(lines, fontsize=12, parse_math=False)
 
 
 def opacity(row: Row, rows: Sequence[Row]) -> float:

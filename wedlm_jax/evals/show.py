@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 from matplotlib import colormaps
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -43,7 +44,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
 
 def points_table(ar: Row, points: Sequence[Point], title: str, starred: Sequence[Point] = ()) -> Table:
     """AR, then settings, with the order in which they fill masks; fits 80 columns."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("setting", no_wrap=True)
     for name in ("exact\nmatch", "tokens/s", "tokens/\nforward", "p_cache", "commit\nrate", "out of\norder"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -16,7 +16,6 @@ from wedlm_jax.evals.speed import Speed
 
 MARKERS = plots.MARKERS | {"transformers": "x", "vllm": "+"}
 COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
-CHARACTERS_PER_INCH = 10  # of the title's type
 LEGEND_ENTRY = 1.3  # inches that the longest name takes in the legend
 
 
@@ -26,7 +25,7 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     lengths = list(dict.fromkeys(_lengths(s) for s in speeds))
     decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
     width = 3.4 * len(lengths) + 0.6
-    title = textwrap.fill(title, int(CHARACTERS_PER_INCH * width))
+    title = textwrap.fill(title, int(plots.CHARACTERS_PER_INCH * width))
     columns = min(1 + len(decoders), int(width / LEGEND_ENTRY))
     above, below = 0.3 * len(title.splitlines()), 0.1 + 0.25 * -(-(1 + len(decoders)) // columns)
     size = width, 2.9 * len(tasks) + above + below
@@ -53,7 +52,7 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     for axes in grid[-1]:
         axes.set_xlabel("batch")
     handles, names = grid[0, 0].get_legend_handles_labels()
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(title, fontsize=12, parse_math=False)
     figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False)
     figure.tight_layout(rect=(0, below / size[1], 1, 1))
     figure.savefig(path, metadata={"Software": None})

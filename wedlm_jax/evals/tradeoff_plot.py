@@ -13,7 +13,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from wedlm_jax.evals.plots import COLOURS
+from wedlm_jax.evals.plots import COLOURS, put_title
 from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import Point, pareto_front
 
@@ -28,7 +28,7 @@ def plot_tradeoff(ar: Row, points: Sequence[Point], path: Path, title: str) -> N
         line[0].set_title(f"W = {window}")
         _map(line[1], here, [p.accuracy for p in here], "exact match", "{:.0%}")
         _map(line[2], here, [p.row.tokens_per_forward for p in here], "tokens per forward", "{:.1f}")
-    figure.suptitle(title, fontsize=13)
+    put_title(figure, title)
     figure.tight_layout()
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
