@@ -6,13 +6,14 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.loop import run
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, settings_of, sweep
+from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, generate_rows, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, wilson_interval
 
 AR, FAST = Setting("AR", ADAPTED, DecodeConfig(decoder="ar")), Setting("fast", ADAPTED, DecodeConfig())
@@ -29,7 +30,7 @@ class FakeGenerate:
         self.now = 0.0
         monkeypatch.setattr("wedlm_jax.evals.sweep.time.perf_counter", lambda: self.now)
 
-    def __call__(self, model, prompts, config):
+    def __call__(self, model, prompts, config, first_row):
         met = any(decoder == config.decoder for decoder, _ in self.calls)
         self.now += (2.0 if config.decoder == "ar" else 1.0) + (0.0 if met else 60.0)
         self.calls.append((config.decoder, len(prompts)))
@@ -89,9 +90,9 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
     compiled = []
     run.clear_cache()  # another test may have met these shapes
 
-    def watched(model, prompts, config):
+    def watched(model, prompts, config, first_row):
         before = run._cache_size()
-        result = generate(model, prompts, config)
+        result = generate_rows(model, prompts, config, first_row)
         compiled.append((config.decoder, run._cache_size() - before))
         return result
 
@@ -114,6 +115,36 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
     assert all(row.p_cache == row.tokens_per_forward == 1 for row in rows if row.settings["decoder"] == "ar")
     # One compilation each: the three thresholds share one, and so do base and adapted AR.
     assert len(compiled) == sum(n for _, n in compiled) + 3 * len(settings)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_every_problem_of_every_task_draws_noise_of_its_own(batch_size):
+    same = Problem("same", "Once", "", "")
+    tasks = [(Task(name, lambda limit, seed: [], None), [same] * 3) for name in ("one", "another")]
+    drawn = Setting("AR", ADAPTED, DecodeConfig(decoder="ar", temperature=1.0, max_new_tokens=6))
+    _, completions = sweep({ADAPTED: tiny_model()}, [drawn], tasks, batch_size=batch_size)
+    ids = [tuple(c.ids) for name in ("one", "another") for c in completions[name, "AR"]]
+    assert len(set(ids)) == 6
+    assert ids == [tuple(c.ids) for c in generate(tiny_model(), ["Once"] * 6, drawn.config)]
+
+
+def test_rows_hold_the_settings_that_the_model_resolves(monkeypatch):
+    calibration = Calibration(0.25, 0.5, 16, 0.01, 0.005, 1000, 2.0)
+    model = dataclasses.replace(tiny_model(), calibration=calibration)
+    (row,), _ = sweep({ADAPTED: model}, [FAST], [(ECHO, PROBLEMS)], batch_size=5, generate=FakeGenerate(monkeypatch))
+    assert (row.settings["entropy_threshold"], row.settings["distance_penalty"]) == (0.25, 0.5)
+    assert row.settings["stop_ids"] == model.eos_token_ids and row.settings["mask_token_id"] == model.mask_token_id
+
+
+def test_the_rows_so_far_are_told_after_every_task(monkeypatch):
+    told = []
+    tasks = [(dataclasses.replace(ECHO, name=name), PROBLEMS) for name in ("one", "another")]
+    sweep(
+        {ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=5, generate=FakeGenerate(monkeypatch),
+        on_task=lambda rows: told.append([(row.task, row.label) for row in rows]),
+    )  # fmt: skip
+    one, another = ([(name, label) for label in ("AR", "fast")] for name in ("one", "another"))
+    assert told == [one, one + another]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from rich.console import Console
 
 from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import generate
 from wedlm_jax.evals.order import Order
 from wedlm_jax.evals.show import points_table
-from wedlm_jax.evals.sweep import Row, settings_as_json
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, generate_rows, settings_as_json
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evals.tradeoff import Point, failed, failure_region, grid, measure, pareto_front, rank_correlations
 
@@ -100,3 +101,17 @@ def test_a_real_model_is_measured_on_every_setting():
     # A random model is unsure of everything: one token a forward, from the left by lambda or not; tau = inf fills the window.
     assert one_a_step.row.tokens_per_forward < all_at_once.row.tokens_per_forward
     assert all_at_once.order.commit_rate == 1 and all_at_once.order.out_of_order == 0
+
+
+def test_the_order_is_traced_on_the_noise_that_the_speed_was_timed_on_a_row_of_its_own_for_each_problem(monkeypatch):
+    config = DecodeConfig(max_new_tokens=6, window_size=4, temperature=1.0)
+    problem, traced = task("counting").problems(1, 0)[0], []
+
+    def watched(*args, **flags):
+        traced.extend(generate_rows(*args, **flags))
+        return traced[-1:]
+
+    monkeypatch.setattr("wedlm_jax.evals.tradeoff.generate_rows", watched)
+    measure(tiny_model(), [Setting("s", ADAPTED, config)], task("counting"), [problem] * 3, batch_size=1)
+    ids = [tuple(completion.ids) for completion in traced]
+    assert ids == [tuple(c.ids) for c in generate(tiny_model(), [problem.prompt] * 3, config)] and len(set(ids)) == 3

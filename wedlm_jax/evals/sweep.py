@@ -11,14 +11,14 @@ from typing import Any
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.tasks import Task, wilson_interval
 from wedlm_jax.model.handle import Model
 
-Generate = Callable[[Model, Sequence[list[int]], DecodeConfig], list[Completion]]
+Generate = Callable[..., list[Completion]]  # (model, prompts, config), in a sweep also the number of the first row
 ADAPTED, BASE = "adapted", "base"
 
 
@@ -38,7 +38,7 @@ class Row:
     task: str
     label: str
     weights: str
-    settings: dict[str, Any]  # the DecodeConfig; infinity as "inf"
+    settings: dict[str, Any]  # the DecodeConfig as the model resolves it; infinity as "inf"
     n: int
     batch_size: int
     correct: int | None  # exact matches; this and the next three are None for a task without answers
@@ -61,6 +61,7 @@ class Row:
 class Measurement:
     """What one setting made of one task's problems."""
 
+    config: DecodeConfig  # with what the model decides: stop ids, the mask id, calibrated thresholds
     completions: list[Completion]
     tokens_per_second: float  # of all rows decoded, those that fill up the last batch too
 
@@ -82,14 +83,26 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
     return rows + [Setting(label, ADAPTED, config) for label, config in zip(labels, in_place, strict=True)]
 
 
+def generate_rows(
+    model: Model, prompts: Sequence[list[int]], config: DecodeConfig, first_row: int, trace: bool = False
+) -> list[Completion]:
+    """`generate`, with rows numbered from `first_row` on: noise depends on the row, so no two calls of a run may share one."""
+    requests = [
+        make_request(model, prompt, config, row=row, name=f"prompt {row}")
+        for row, prompt in enumerate(prompts, first_row)
+    ]
+    return decode_batch(model, requests, trace)
+
+
 def sweep(
     models: Mapping[str, Model],
     settings: Sequence[Setting],
     tasks: Sequence[tuple[Task, list[Problem]]],
     *,
     batch_size: int,
-    generate: Generate = generate,
+    generate: Generate = generate_rows,
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_task: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], dict[tuple[str, str], list[Completion]]]:
     """Decodes every task's problems under every setting.
 
@@ -98,27 +111,32 @@ def sweep(
       settings: the rows wanted.
       tasks: each with its problems.
       batch_size: prompts a call; the last batch of a task is filled up with a repeated prompt that is not counted.
-      generate: `wedlm_jax.generate`, or what a test puts in its place.
+      generate: `generate_rows`, or what a test puts in its place. Rows are numbered over the problems of all tasks, the same for
+        every setting.
       on_batch: told after every timed batch how many problems of the task it held.
+      on_task: told after every task the rows so far.
 
     Returns:
       the rows, task by task in the order of the settings, and the completions by (task name, setting label).
     """
     clock = _WarmClock(generate, batch_size)
 
-    def measure(task: Task, problems: list[Problem], setting: Setting) -> Measurement:
+    def measure(task: Task, problems: list[Problem], setting: Setting, first_row: int) -> Measurement:
         model = models[setting.weights]
-        return clock.measure(model, problems, setting.config, lambda done: on_batch(setting, task, done))
+        return clock.measure(model, problems, setting.config, first_row, lambda done: on_batch(setting, task, done))
 
     rows: list[Row] = []
     completions: dict[tuple[str, str], list[Completion]] = {}
+    first_row = 0
     for task, problems in tasks:
-        measured = {setting: measure(task, problems, setting) for setting in settings}
+        measured = {setting: measure(task, problems, setting, first_row) for setting in settings}
+        first_row += len(problems)
         autoregressive = {s.weights: m for s, m in measured.items() if s.config.decoder == "ar"}
         for setting, measurement in measured.items():
             reference = autoregressive.get(setting.weights)
             rows.append(_row(task, problems, setting, measurement, reference, batch_size))
             completions[task.name, setting.label] = measurement.completions
+        on_task(rows)
     return rows, completions
 
 
@@ -130,8 +148,14 @@ class _WarmClock:
         self._met: set[tuple] = set()
 
     def measure(
-        self, model: Model, problems: list[Problem], config: DecodeConfig, on_batch: Callable[[int], None]
+        self,
+        model: Model,
+        problems: list[Problem],
+        config: DecodeConfig,
+        first_row: int,
+        on_batch: Callable[[int], None],
     ) -> Measurement:
+        resolved = make_request(model, problems[0].prompt, config, row=first_row, name=f"prompt {first_row}").config
         completions: list[Completion] = []
         seconds, timed_tokens = 0.0, 0
         for start in range(0, len(problems), self._batch_size):
@@ -140,15 +164,15 @@ class _WarmClock:
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
             shape = (model.config, config.program(model.slot_cost), config.max_new_tokens, width)
             if shape not in self._met:
-                self._generate(model, filled_up, config)
+                self._generate(model, filled_up, config, first_row + start)
                 self._met.add(shape)
             begun = time.perf_counter()
-            batch = self._generate(model, filled_up, config)
+            batch = self._generate(model, filled_up, config, first_row + start)
             seconds += time.perf_counter() - begun
             timed_tokens += sum(c.stats.generated_tokens for c in batch)
             completions += batch[: len(prompts)]
             on_batch(len(prompts))
-        return Measurement(completions, timed_tokens / seconds)
+        return Measurement(resolved, completions, timed_tokens / seconds)
 
 
 def _row(
@@ -170,7 +194,7 @@ def _row(
         task=task.name,
         label=setting.label,
         weights=setting.weights,
-        settings=settings_as_json(setting.config),
+        settings=settings_as_json(measured.config),
         n=n,
         batch_size=batch_size,
         correct=correct,

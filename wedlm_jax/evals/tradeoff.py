@@ -11,11 +11,10 @@ from scipy.stats import spearmanr
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.evals.one_by_one import one_by_one
 from wedlm_jax.evals.order import Order, filling_order
-from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, generate_rows
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
@@ -91,8 +90,8 @@ def measure(
     lengths = [len(prompt) for prompt in prompts]
 
     def order(setting: Setting) -> Order:
-        starts = range(0, len(prompts), batch_size)
-        traced = [c for i in starts for c in generate(model, prompts[i : i + batch_size], setting.config, trace=True)]
+        batches = [(i, prompts[i : i + batch_size]) for i in range(0, len(prompts), batch_size)]
+        traced = [c for i, batch in batches for c in generate_rows(model, batch, setting.config, i, trace=True)]
         return filling_order(traced, lengths)
 
     found = one_by_one(model, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
