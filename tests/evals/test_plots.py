@@ -32,6 +32,17 @@ def test_the_plot_is_a_png_with_two_panels_a_task_and_none_for_tasks_without_ans
     assert len(figure.axes[0].containers) == 3
 
 
+def test_masks_in_place_have_hollow_marks_and_reordered_ones_full_marks(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(plt, "close", seen.append)
+    settings = [{"decoder": "blockwise", "reorder": reorder} for reorder in (True, False)]
+    plot_results([row(label=str(of), settings=of) for of in settings], tmp_path / "results.png", "title")
+    (figure,) = seen
+    for axes in figure.axes:
+        reordered, in_place = (bars.lines[0].get_markerfacecolor() for bars in axes.containers)
+        assert in_place == "white" != reordered
+
+
 @pytest.mark.parametrize("lengths", [1, 3])
 def test_title_and_legend_of_the_speeds_lie_inside_the_picture(lengths, tmp_path, monkeypatch):
     seen = []

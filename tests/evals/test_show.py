@@ -41,6 +41,11 @@ def test_a_draft_that_was_masked_again_does_not_count_even_if_the_token_returns(
     assert filling_steps(completed([10, 11, 12], trace), len(PROMPT)) == [1, 2, 3]
 
 
+def test_tokens_that_a_stop_string_cut_off_have_no_step():
+    trace = [entry(1, [3, 4, 5], {4: 11, 5: 12}), entry(3, [], {})]  # the second forward emits three and one is kept
+    assert filling_steps(completed([10, 11], trace), len(PROMPT)) == [1, 1]
+
+
 @pytest.mark.parametrize("decoder", ["ar", "verified", "streaming", "blockwise"])
 def test_every_token_of_a_real_trace_has_a_step_of_the_decode(decoder):
     config = DecodeConfig(decoder=decoder, window_size=4, block_size=4, entropy_threshold=5.0, max_new_tokens=10)

@@ -22,7 +22,8 @@ CHARACTERS_PER_INCH = 10  # of a title's type
 
 
 def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG: one column of panels for each task with answers, error bars are 95 % Wilson intervals."""
+    """Writes a PNG: one column of panels for each task with answers, error bars are 95 % Wilson intervals. Marks of the base, and
+    of masks left in their places, are hollow."""
     rows = [row for row in rows if row.accuracy is not None]
     tasks = list(dict.fromkeys(row.task for row in rows))
     if not tasks:
@@ -66,6 +67,7 @@ def opacity(row: Row, rows: Sequence[Row]) -> float:
 def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
     for row in rows:
         decoder = row.settings["decoder"]
+        hollow = row.weights == BASE or row.settings.get("reorder") is False
         x, y = getattr(row, quantity), row.accuracy
         assert y is not None and row.low is not None and row.high is not None
         error = [[max(y - row.low, 0)], [max(row.high - y, 0)]]
@@ -77,7 +79,7 @@ def _panel(axes: Axes, rows: Sequence[Row], quantity: str) -> None:
             color=COLOURS[decoder],
             alpha=opacity(row, rows),
             markersize=13 if decoder == "verified" or row.weights == BASE else 8,
-            markerfacecolor="white" if row.weights == BASE else COLOURS[decoder],
+            markerfacecolor="white" if hollow else COLOURS[decoder],
             capsize=3,
             label=row.label,
         )

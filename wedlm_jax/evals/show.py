@@ -96,7 +96,8 @@ def filling_steps(completion: Completion, prompt_length: int) -> list[int]:
             filled.pop(position, None)
         fillings = zip(entry["filled_positions"], entry["filled_tokens"], strict=True)
         filled.update({position: (token, forward) for position, token in fillings})
-        for _ in range(entry["emitted"]):
+        # A stop string may cut a run short that was emitted whole.
+        for _ in range(min(entry["emitted"], len(completion.ids) - len(steps))):
             token, origin = filled.get(prompt_length + len(steps), (None, forward))
             steps.append(origin if token == completion.ids[len(steps)] else forward)
     return steps
