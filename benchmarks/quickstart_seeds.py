@@ -4,7 +4,8 @@
 
 For every seed trains what is missing under runs/seeds/SEED (base, adapted, adapter), decodes the held-out problems with each
 and counts whose text is that of the base's AR decoding, and prints one Markdown table. What is finished is kept, the measured
-rows (SEED/decoded.json) too. About 12 minutes of training and 2 of decoding a seed, on two CPU cores.
+rows (SEED/decoded.json) too, for the --limit that they were decoded with. About 12 minutes of training and 2 of decoding a
+seed, on two CPU cores.
 
 A cell is the mean over the seeds with Student's 95 % interval for it, which is wide for three seeds and says nothing about
 other problems. Training seconds are the steps at the median rate of the run's log: without compiling, starting and saving.
@@ -33,9 +34,11 @@ from wedlm_jax.evaluate import load_exact
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.results import write_json
 
 # Folder of a seed -> the experiment that is trained there; those behind the first start from it.
 EXPERIMENTS = {"base": "quickstart_base", "adapted": "quickstart", "adapter": "quickstart_adapter"}
+DECODED = "decoded.json"  # in the folder of a seed
 AR = "AR: the base"
 AR_ADAPTED = "AR: all parameters adapted"
 SHOWN = {  # label -> the folder whose training it needs
@@ -117,6 +120,14 @@ def decode(folder: Path, limit: int) -> list[dict[str, Any]]:
     return [of_row(row) for row in rows]
 
 
+def kept_rows(folder: Path, limit: int) -> list[dict[str, Any]] | None:
+    """The rows that were decoded before; None where there are none, or with another limit: a line is of one n."""
+    if not (folder / DECODED).exists():
+        return None
+    kept = json.loads((folder / DECODED).read_text())
+    return kept["rows"] if isinstance(kept, dict) and kept["limit"] == limit else None  # a list: of before it held one
+
+
 def mean(values: Sequence[float], form: str, most: float = float("inf")) -> str:
     """With Student's 95 % interval, cut at 0 and `most`."""
     middle = statistics.fmean(values)
@@ -148,11 +159,12 @@ def main() -> None:
     for seed in flags.seeds:
         folder = flags.folder / str(seed)
         train(seed, folder)
-        kept = folder / "decoded.json"
-        if flags.again or not kept.exists():
+        rows = None if flags.again else kept_rows(folder, flags.limit)
+        if rows is None:
             print(f"seed {seed}: decoding", flush=True)
-            kept.write_text(json.dumps(decode(folder, flags.limit), indent=2) + "\n")
-        by_seed.append(json.loads(kept.read_text()))
+            rows = decode(folder, flags.limit)
+            write_json(folder / DECODED, {"limit": flags.limit, "rows": rows})
+        by_seed.append(rows)
     print(f"\n{machine()}; training seeds {', '.join(map(str, flags.seeds))}: mean (Student's 95 % interval)\n")
     print(
         "| task | decoder: weights | exact match, % | tokens per forward | wall-clock, AR of the same weights = 1 "

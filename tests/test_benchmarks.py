@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import admission, correctness, decode_forward, idle_rows, prompt_file, wall_clock
+from benchmarks import admission, correctness, decode_forward, idle_rows, prompt_file, quickstart_seeds, wall_clock
 from benchmarks.quickstart_seeds import line_of, mean
 from benchmarks.side_by_side import side_by_side
 from tests.evals.models import tiny_model
@@ -34,6 +34,30 @@ def test_a_line_holds_a_cell_for_each_heading_and_the_counts_of_every_seed():
     assert line_of(seeds) == f"| {' | '.join([*cells, '0.12M', '60'])} |"
     untrained = [row | dict(trained=0, training_seconds=0.0) for row in seeds]
     assert line_of(untrained) == f"| {' | '.join([*cells, '-', '-'])} |"
+
+
+def test_seeds_that_were_decoded_with_another_limit_are_decoded_again(tmp_path, monkeypatch, capsys):
+    decoded = []
+
+    def decode(folder, limit):
+        decoded.append((folder.name, limit))
+        return [dict(task="counting", label=quickstart_seeds.AR, n=limit, accuracy=1.0, tokens_per_forward=1.0,
+                     speedup_over_ar=1.0, same_text=limit, trained=0, training_seconds=0.0)]  # fmt: skip
+
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", ["quickstart_seeds", "--folder", str(tmp_path), *flags])
+        quickstart_seeds.main()
+        return capsys.readouterr().out
+
+    monkeypatch.setattr(quickstart_seeds, "train", lambda seed, folder: folder.mkdir(exist_ok=True))
+    monkeypatch.setattr(quickstart_seeds, "decode", decode)
+    run("--seeds", "0", "--limit", "5")
+    (tmp_path / "2").mkdir()
+    (tmp_path / "2" / "decoded.json").write_text("[]")  # as it was before a limit was kept
+    assert "| 7 / 7 / 7 of 7 |" in run("--seeds", "0", "1", "2", "--limit", "7")
+    assert decoded == [("0", 5), ("0", 7), ("1", 7), ("2", 7)]
+    run("--seeds", "0", "1", "2", "--limit", "7")
+    assert len(decoded) == 4
 
 
 def test_decode_forward_prints_what_an_adapter_adds_to_each_window(monkeypatch, capsys):
