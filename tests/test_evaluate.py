@@ -1,6 +1,8 @@
 """`python -m wedlm_jax.evaluate`: from two trained workdirs to table, JSON, plot and one coloured decode."""
 
+import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -8,9 +10,15 @@ from rich.console import Console
 from tests.bad_input import full_disk
 from tests.evals.models import tiny_model
 from wedlm_jax import evaluate as command
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.calibration import Calibration, write_calibration
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.tasks import wilson_interval
+from wedlm_jax.evals.sweep import Setting, settings_of
+from wedlm_jax.evals.tasks import Task, wilson_interval
 from wedlm_jax.experiment import load_experiment
 from wedlm_jax.pretrained import save
 from wedlm_jax.train import train
@@ -50,6 +58,12 @@ def code():
         "code", SHAPE, data=DataConfig(source="stdlib_code", path="{folder}/library", row_length=64),
         objective=ObjectiveConfig(block_size=8), train=TrainConfig(steps=2, batch_size=8), evaluation=evaluation,
     )
+
+
+def chats():
+    data = DataConfig(source="chat", path="{folder}/chat.jsonl", row_length=128, num_groups=16, held_out_share=0.5)
+    return replace(code(), name="chats", model=None, init_from="{folder}/base", data=data,
+                   train=TrainConfig(steps=2, batch_size=16))
 """
 
 
@@ -62,9 +76,11 @@ def file(tmp_path_factory):
         (folder / "library" / f"m{i}.py").write_text(
             "".join(f"def f{j}(x):\n    return x + {i * j}\n" for j in range(12))
         )
+    turns = [[{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": "No"}] for i in range(40)]
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": of}) + "\n" for of in turns))
     file = folder / "small.py"
     file.write_text(EXPERIMENTS.replace("{folder}", str(folder)))
-    for name in ("base", "adapted", "code"):
+    for name in ("base", "adapted", "code", "chats"):
         train(load_experiment(f"{file}:{name}"), folder / name)
     return file
 
@@ -133,6 +149,100 @@ def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file
     assert all(row["accuracy"] is None and row["n"] == 2 for row in results["rows"])
     assert "held-out prompt 2" in shown
     assert not (tmp_path / "out" / "results.png").exists()  # nothing was scored
+
+
+def test_chats_are_continued_behind_their_held_out_prompts_and_their_rows_measured_in_one_group(file, call, tmp_path):
+    shown = call("--exp", f"{file}:chats", "--workdir", file.parent / "chats", "--out", tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    prompts = [of["prompt"] for of in results["continuations"]]
+    assert len(set(prompts)) == 2 and all(re.search(r"user\nSay \d+<\|im_end\|>\n.*assistant\n$", p) for p in prompts)
+    assert results["masked_loss"] > 0  # in batches of 8, though training's 16 rows are of 16 groups
+    assert "bits_per_byte" not in results and "bits per byte: left out, data.source=chat has no files of code" in shown
+
+
+def test_continuations_are_shown_at_the_middle_threshold_with_masks_reordered():
+    settings = settings_of(EvaluationConfig(in_place=True), with_base=False)
+    plan = command.Plan("x", {}, settings, [], EvaluationConfig(), None, None)
+    completions = {("t", s.label): [Completion([], "stop", Stats(0, 0, 0), s.label)] for s in settings}
+    console = Console(file=io.StringIO(), width=120)
+    task = Task("t", lambda limit, seed: [], None)
+    command.show_continuations(plan, task, [Problem("t", "Q", "", "")], completions, console)
+    shown = console.file.getvalue()
+    assert "streaming, tau=0.4" in shown and "in place" not in shown and "tau=1" not in shown
+
+
+def plan_of(tmp_path, *tasks):
+    """AR of a tiny model on `tasks`, two problems each."""
+    settings = [Setting("AR", "adapted", DecodeConfig(decoder="ar", max_new_tokens=4))]
+    problems = [(of, command.task("counting").problems(2, 0)) for of in tasks]
+    return command.Plan("x", {"adapted": tiny_model()}, settings, problems, EvaluationConfig(), None, tmp_path)
+
+
+def test_an_interrupted_evaluation_leaves_the_tasks_that_were_done_and_no_whole_results(tmp_path):
+    def interrupted(problem, text):
+        raise KeyboardInterrupt
+
+    def never_right(problem, text):
+        return False
+
+    first, second = (Task(score.__name__, lambda limit, seed: [], score) for score in (never_right, interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        command.evaluate(plan_of(tmp_path, first, second), Console(quiet=True))
+    rows = json.loads((tmp_path / "unfinished.json").read_text())["rows"]
+    assert [row["task"] for row in rows] == ["never_right"] and not (tmp_path / "results.json").exists()
+    command.evaluate(plan_of(tmp_path, first), Console(quiet=True))
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.png"}
+
+
+def test_results_are_written_before_one_decode_is_shown(tmp_path, monkeypatch):
+    def fails(plan, console):
+        raise RuntimeError
+
+    monkeypatch.setattr(command, "show_one_decode", fails)
+    with pytest.raises(RuntimeError):
+        command.evaluate(plan_of(tmp_path, command.task("counting")), Console(quiet=True))
+    assert (tmp_path / "results.json").is_file()
+
+
+def test_a_decode_that_a_stop_string_cuts_short_is_shown(call, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    flags = ("--model", tmp_path / "model", "--task", "counting", "--limit", 1, "--max-new-tokens", 12)
+    streaming = ("--decoder", "streaming", "--window-size", 8, "--entropy-threshold", "inf")  # emits runs of tokens
+    call(*flags, *streaming, "--out", tmp_path / "out")
+    prompt = command.task("counting").problems(1, 0)[0].prompt
+    config = DecodeConfig(max_new_tokens=12, window_size=8, entropy_threshold=float("inf"))
+    (whole,) = generate(tiny_model(), [prompt], config)
+    stop = whole.text[len(whole.text) // 2]
+    assert "one decode, streaming" in call(*flags, *streaming, "--stop", stop)
+
+
+def test_a_calibration_that_is_decoded_by_is_told_once_and_stands_in_the_json(monkeypatch, capsys, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    found = Calibration(0.25, 0.5, 16, 0.01, 0.005, 1000, 2.0)
+    write_calibration(tmp_path / "model", found, tiny_model())
+    flags = [
+        "--model",
+        tmp_path / "model",
+        "--task",
+        "counting",
+        "--limit",
+        1,
+        "--max-new-tokens",
+        4,
+        "--out",
+        tmp_path,
+    ]
+
+    def told(*further):
+        monkeypatch.setattr("sys.argv", ["evaluate", *map(str, [*flags, *further])])
+        command.main()
+        return capsys.readouterr().err
+
+    assert told().count(found.in_words()) == 1
+    streaming = json.loads((tmp_path / "results.json").read_text())["rows"][1]["settings"]
+    assert (streaming["entropy_threshold"], streaming["distance_penalty"]) == (0.25, 0.5)
+    assert "but with lambda 0.7, as given" in told("--distance-penalty", 0.7)
+    assert "calibrated" not in told("--entropy-threshold", 0.4) and "calibrated" not in told("--decoder", "verified")
 
 
 def test_any_model_is_measured_against_its_own_ar(call, tmp_path):

@@ -179,7 +179,7 @@ def evaluation(tmp_path_factory):
     def outcome(config: EvaluationConfig):
         seen: dict[str, object] = {}
 
-        def sweep(models, settings, tasks, *, batch_size, on_batch):
+        def sweep(models, settings, tasks, *, batch_size, on_batch, on_task):
             seen["sweep"] = settings, [(task.name, problems) for task, problems in tasks], batch_size
             return [], {}
 

@@ -36,7 +36,7 @@ from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
-from wedlm_jax.evals.tasks import Task, task, text_continuation
+from wedlm_jax.evals.tasks import Task, document_continuation, task, text_continuation
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
@@ -45,6 +45,7 @@ from wedlm_jax.results import replacing, write_json
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text is scored
+UNFINISHED = "unfinished.json"  # beside results.json until that is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class Evaluate:
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Problems a task at most, instead of what the experiment says (with --model: 100)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where results.json and results.png go; with --exp WORKDIR/evaluation, with --model nowhere if not given."""
+    """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
+    WORKDIR/evaluation, with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -93,11 +95,11 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     config = experiment.evaluation
     chosen = config.tasks if args.task is None else (args.task,)
     tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
-    if config.text_prompts and args.task is None:
-        files = code_files("held_out", experiment.data.path)
-        tasks.append((text_continuation(files, config.text_prompt_characters), args.limit or config.text_prompts))
     problems = [(t, draw(t, limit, config.seed)) for t, limit in tasks]
     models = {ADAPTED: load_exact(str(workdir))}
+    if config.text_prompts and args.task is None:
+        text = continuation(experiment, models[ADAPTED])
+        problems.append((text, draw(text, args.limit or config.text_prompts, config.seed)))
     if experiment.init_from is not None:
         models[BASE] = load_exact(experiment.init_from)
     settings = settings_of(config, with_base=BASE in models)
@@ -117,7 +119,17 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
+    tell_calibration(model, args.decode)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
+
+
+def continuation(experiment: Experiment, model: Model) -> Task:
+    """Held-out text to go on with: of whole files where the data are code, else behind the prompts of the documents."""
+    config, data = experiment.evaluation, experiment.data
+    if data.source == "stdlib_code":
+        return text_continuation(code_files("held_out", data.path), config.text_prompt_characters)
+    assert model.tokenizer is not None  # a workdir has one
+    return document_continuation(data, model.tokenizer, model.config.max_position_embeddings - config.max_new_tokens)
 
 
 def draw(of: Task, limit: int, seed: int) -> list[Problem]:
@@ -126,6 +138,15 @@ def draw(of: Task, limit: int, seed: int) -> list[Problem]:
     raise UserError(
         f"task {of.name} has no held-out problem to give; lower evaluation.text_prompt_characters or add files"
     )
+
+
+def tell_calibration(model: Model, config: DecodeConfig) -> None:
+    """Says so where a calibration of the model changes what `config` decodes by."""
+    if model.calibration is None or (used := model.calibration.apply(config)) == config:
+        return
+    print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
+    if used.distance_penalty != model.calibration.distance_penalty:
+        print(f"but with lambda {used.penalty:g}, as given, for which no disagreement was measured", file=sys.stderr)
 
 
 def load_exact(path: str, adapter: str | None = None) -> Model:
@@ -147,24 +168,38 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
             progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
 
         rows, completions = sweep(
-            plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch
-        )
+            plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
+            on_task=lambda rows: keep(plan, rows),
+        )  # fmt: skip
     title = f"{plan.title}: held-out problems, batches of {plan.config.batch_size}, {device()}"
     console.print(results_table(rows, title))
-    results: dict[str, Any] = {
-        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }  # fmt: skip
+    results = as_results(plan, rows)
     if plan.experiment is not None and plan.config.held_out_files:
-        results["bits_per_byte"] = evaluate_text(plan, plan.experiment, console)
+        if plan.experiment.data.source == "stdlib_code":
+            results["bits_per_byte"] = evaluate_text(plan, plan.experiment, console)
+        else:
+            console.print(f"bits per byte: left out, data.source={plan.experiment.data.source} has no files of code")
     if plan.experiment is not None and plan.config.masked_loss_rows:
         results |= evaluate_masks(plan, plan.experiment, console)
     continued = [(t, problems) for t, problems in plan.tasks if t.score is None]
     if continued:
         results["continuations"] = show_continuations(plan, *continued[0], completions, console)
-    show_one_decode(plan, console)
     save(plan, rows, results, console)
+    show_one_decode(plan, console)
     return results
+
+
+def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
+    return {
+        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }  # fmt: skip
+
+
+def keep(plan: Plan, rows: Sequence[Row]) -> None:
+    """The rows of the tasks that are done. Not in results.json: a study takes that for a whole evaluation."""
+    if plan.out is not None:
+        write_json(plan.out / UNFINISHED, as_results(plan, rows))
 
 
 def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
@@ -191,7 +226,8 @@ def evaluate_masks(plan: Plan, experiment: Experiment, console: Console) -> dict
     model, block_size = plan.models[ADAPTED], plan.config.block_size
     assert model.tokenizer is not None  # a workdir has one
     size = min(ROWS_OF_A_FORWARD, plan.config.masked_loss_rows)
-    stream = batches(experiment.data, model.tokenizer, block_size, size, plan.config.seed, "held_out")
+    data = dataclasses.replace(experiment.data, num_groups=1, num_workers=0)  # these are of training's batches
+    stream = batches(data, model.tokenizer, block_size, size, plan.config.seed, "held_out")
     rows = [next(stream) for _ in range(-(-plan.config.masked_loss_rows // size))]
     results: dict[str, Any] = {}
     for reorder in (True, False) if plan.config.in_place else (True,):
@@ -214,7 +250,8 @@ def show_continuations(
     console: Console,
 ) -> list[dict[str, Any]]:
     """AR and streaming side by side, for every prompt; returns the continuations of all decoders."""
-    shown = [s.label for s in plan.settings if s.weights == ADAPTED and s.config.decoder in ("ar", "streaming")]
+    adapted = [s for s in plan.settings if s.weights == ADAPTED and s.config.reorder]
+    shown = [s.label for s in adapted if s.config.decoder in ("ar", "streaming")]
     shown = [shown[0], shown[len(shown) // 2]]  # AR, and streaming at the middle threshold
     for i, problem in enumerate(problems):
         console.print(Panel(Text(problem.prompt.rstrip("\n")), title=f"held-out prompt {i + 1}", title_align="left"))
@@ -249,6 +286,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     if plan.out is None:
         return
     write_json(plan.out / "results.json", results)
+    (plan.out / UNFINISHED).unlink(missing_ok=True)
     written = ["results.json"]
     if any(row.accuracy is not None for row in rows):
         with replacing(plan.out / "results.png") as partial:

@@ -1,13 +1,16 @@
 """Tasks give held-out problems and score them; the interval is Wilson's."""
 
+import json
 import math
 
 import pytest
 
+from tests.evals.models import tiny_model
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.quickstart_tasks import TASKS, split_of
 from wedlm_jax.data.stdlib_code import CodeFile
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.tasks import task, text_continuation, text_pieces, wilson_interval
+from wedlm_jax.evals.tasks import document_continuation, task, text_continuation, text_pieces, wilson_interval
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -30,6 +33,29 @@ def test_the_solution_scores_and_another_problem_s_does_not(name):
 def test_an_unknown_task_names_the_known_ones():
     with pytest.raises(UserError, match="'count' does not exist; choose one of word_problems, counting, copying"):
         task("count")
+
+
+def test_prompts_of_held_out_chats_are_distinct_and_end_where_the_answer_begins(tmp_path):
+    questions = [f"Say {i}" for i in range(8)] * 2
+    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": "No"}] for q in questions]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": of}) + "\n" for of in turns))
+    data = DataConfig(source="chat", path=str(tmp_path / "chat.jsonl"), held_out_share=0.999)
+    of = document_continuation(data, tiny_model().tokenizer, 100)
+    prompts = [problem.prompt for problem in of.problems(100, 0)]
+    wanted = {f"<|im_start|>user\n{q}<|im_end|>\n<|im_start|>assistant\n" for q in questions}
+    assert of.score is None and set(prompts) == wanted and len(prompts) == 8
+    assert [problem.prompt for problem in of.problems(3, 0)] == prompts[:3]
+    with pytest.raises(
+        UserError, match=r"evaluation.text_prompts=2: data.source=chat holds out no prompt of 1 to 3 tok"
+    ):
+        document_continuation(data, tiny_model().tokenizer, 3).problems(2, 0)
+
+
+def test_prompts_of_held_out_plain_text_are_the_first_quarter_in_whole_characters(tmp_path):
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "\u00e4\u20ac" * n}) + "\n" for n in range(9, 20)))
+    data = DataConfig(source="text", path=str(tmp_path / "text.jsonl"), held_out_share=0.999)
+    for problem in document_continuation(data, tiny_model().tokenizer, 100).problems(100, 0):
+        assert 4 <= len(problem.prompt) <= 10 and ("\u00e4\u20ac" * 5).startswith(problem.prompt)
 
 
 def test_text_prompts_are_whole_lines_of_distinct_files():

@@ -14,10 +14,10 @@ class EvaluationConfig:
 
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
     problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n
-    held_out_files: int = 0  # files whose bits per byte are measured; 0 = none
+    held_out_files: int = 0  # files of stdlib_code whose bits per byte are measured; 0 = none
     masked_loss_rows: int = 0  # held-out rows whose masked-token loss is measured; 0 = none
-    text_prompts: int = 0  # held-out texts to continue; 0 = none
-    text_prompt_characters: int = 240  # their length; whole lines, so at least this
+    text_prompts: int = 0  # held-out documents to continue behind their prompts; 0 = none
+    text_prompt_characters: int = 240  # length of the prompts from stdlib_code; whole lines, so at least this
     batch_size: int = 1  # prompts decoded at once, the same for every decoder; 1 is the speed that one user sees
     max_new_tokens: int = 64
     window_size: int = 16  # W of streaming, verified and lookup

@@ -8,11 +8,17 @@ import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data import quickstart_tasks
+from wedlm_jax.data.config import DataConfig
+from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import CodeFile
+from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError
+
+PLAIN_TEXT_PROMPT = 0.25  # the share of a document that is its prompt where everything is learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,44 @@ def text_continuation(files: list[CodeFile], characters: int) -> Task:
         return [Problem("held_out_text", excerpt(long_enough[i].text, characters, random)[0], "", "") for i in chosen]
 
     return Task("held_out_text", problems, None)
+
+
+def document_continuation(data: DataConfig, tokenizer: PreTrainedTokenizerBase, longest: int) -> Task:
+    """The prompts of the held-out documents that `data` names, in an order drawn from the seed, without an answer.
+
+    Args:
+      data: of the experiment; one epoch of it is looked through.
+      tokenizer: of the model.
+      longest: tokens of a prompt at most; others are passed over.
+
+    Raises:
+      UserError: by `problems`, where the data cannot be read or no held-out prompt is short enough.
+    """
+
+    def problems(limit: int, seed: int) -> list[Problem]:
+        documents = Documents(data, tokenizer, seed, "held_out")
+        found: dict[str, None] = {}
+        for index in range(documents.epoch):
+            for example in documents[index].examples[:1]:
+                # A cut through plain text may leave the first bytes of a character.
+                prompt = str(tokenizer.decode(prompt_of(example.tokens, example.loss_mask))).rstrip("\ufffd")
+                if 0 < len(encode_with_control_tokens(tokenizer, prompt)) <= longest:
+                    found[prompt] = None
+            if len(found) == limit:
+                break
+        if not found:
+            raise UserError(
+                f"evaluation.text_prompts={limit}: data.source={data.source} holds out no prompt of 1 to {longest} tokens; "
+                "set it to 0, or add documents"
+            )
+        return [Problem("held_out_text", prompt, "", "") for prompt in found]
+
+    return Task("held_out_text", problems, None)
+
+
+def prompt_of(tokens: np.ndarray, learned: np.ndarray) -> list[int]:
+    """The prompt of a document: what comes before its first learned token, of plain text a quarter."""
+    return tokens[: int(np.argmax(learned)) or int(PLAIN_TEXT_PROMPT * len(tokens))].tolist()
 
 
 def text_pieces(files: list[CodeFile], characters: int) -> Task:

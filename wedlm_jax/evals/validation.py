@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
@@ -20,6 +19,7 @@ from wedlm_jax.diffusion.dual_stream import next_token_targets
 from wedlm_jax.diffusion.losses import ar_loss_weights, loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.tasks import prompt_of
 from wedlm_jax.metrics import fetch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
@@ -36,7 +36,6 @@ from wedlm_jax.train_step import (
 )
 
 SEED = 0  # of the held-out rows and masks: one for all runs, so that their curves can be laid over each other
-PLAIN_TEXT_PROMPT = 0.25  # the share of a document that is its prompt where everything is learned
 
 
 class Validation:
@@ -128,13 +127,12 @@ class Validation:
 
 
 def prompts(batch: PackedBatch) -> list[list[int]]:
-    """The prompt of every document of packed rows: what comes before the first learned token, of plain text a quarter."""
+    """The prompt of every document of packed rows."""
     found = []
     for tokens, learned, segments in zip(batch.tokens, batch.loss_mask, batch.segment_ids, strict=True):
         for segment in range(1, int(segments.max()) + 1):
             inside = segments == segment
-            first = int(np.argmax(learned[inside])) or int(PLAIN_TEXT_PROMPT * inside.sum())
-            found.append(tokens[inside][:first].tolist())
+            found.append(prompt_of(tokens[inside], learned[inside]))
     return found
 
 
