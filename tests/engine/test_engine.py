@@ -38,6 +38,22 @@ def test_text_comes_in_whole_characters_and_joins_to_what_generate_returns(loop)
     assert ticket.completion == expected
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_no_piece_is_lost_where_the_engine_runs_between_two_pieces(leaves):
+    """By `run`, by steps or by a cancellation, in one loop over the ticket or in a loop for each piece."""
+    served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8)
+    for meanwhile in (lambda t: served.run(), lambda t: served.step(), lambda t: served.step() and t.cancel()):
+        ticket, pieces = served.submit("x", config), []
+        for _ in range(8 if leaves else 1):
+            for piece in ticket:
+                pieces.append(piece)
+                meanwhile(ticket)
+                if leaves:
+                    break
+        assert [i for piece in pieces for i in piece.ids] == ticket.result().ids
+        assert "".join(piece.text for piece in pieces) == ticket.result().text != ""
+
+
 @pytest.mark.parametrize("steps", [2, 5])
 def test_a_stop_string_ends_a_row_where_generate_ends_it_however_long_a_run_is(steps):
     """Its counters too: steps that a run took beyond the string are not counted."""

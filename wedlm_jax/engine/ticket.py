@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
@@ -45,7 +46,7 @@ class Ticket:
         self.error: UserError | None = None
         self.waits = True
         self._verification: dict[str, Any] = {}  # fields of the completion: what the AR chain said
-        self._commits: list[Commit] = []
+        self._commits: deque[Commit] = deque()
         self._pieces = Pieces(engine.model.tokenizer, request.config)
 
     @property
@@ -62,11 +63,12 @@ class Ticket:
         Raises:
           UserError: the memory for this request could not be had.
         """
-        while True:
-            yield from self.take()
-            if self.done:
-                break
-            self._engine.step()
+        # One at a time: whoever takes them may run the engine before asking for the next.
+        while self._commits or not self.done:
+            if self._commits:
+                yield self._commits.popleft()
+            else:
+                self._engine.step()
         if self.error is not None:
             raise self.error
 
