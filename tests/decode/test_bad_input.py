@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
 from wedlm_jax import DecodeConfig, Model, generate, stream
@@ -23,9 +24,9 @@ FIELDS = {
     "block_size": [0, 1.5],
     "max_new_tokens": [0, None],
     "entropy_threshold": [-0.1, float("nan"), "0.4", -float("inf")],
-    "distance_penalty": [-0.1, float("nan"), float("inf")],
+    "distance_penalty": [-0.1, float("nan"), float("inf"), 1e39],
     "confidence_threshold": [-0.1, 1.1, float("nan"), None],
-    "temperature": [-1.0, float("nan"), float("inf")],
+    "temperature": [-1.0, float("nan"), float("inf"), 1e39],
     "top_k": [-1, 2.5, 2**40],
     "top_p": [0.0, -0.5, 1.01, float("nan")],
     "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,)],
@@ -69,6 +70,15 @@ def test_the_edges_of_the_allowed_settings_are_allowed():
         dict(stop=["a"], stop_ids=[1, 2]),
     ):
         DecodeConfig(**fields)
+
+
+def test_numpy_integers_are_settings_like_any_other():
+    fields = dict(window_size=3, block_size=3, max_new_tokens=2, top_k=2, seed=1, mask_token_id=10, stop_ids=(3,))
+    ours = DecodeConfig(**{name: np.array(value)[()] for name, value in fields.items() if name != "stop_ids"},
+                        stop_ids=tuple(np.array(fields["stop_ids"])))  # fmt: skip
+    assert ours == DecodeConfig(**fields)
+    assert {type(getattr(ours, name)) for name in fields if name != "stop_ids"} == {int}
+    assert generate(tiny_model(), [[1]], ours) == generate(tiny_model(), [[1]], DecodeConfig(**fields))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ PAPER_THRESHOLD = 0.4  # tau in nats of the official engine
 PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
 DEFAULT_WINDOW = 16
+LARGEST_FLOAT = float(np.finfo(np.float32).max)  # of the traced settings
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
@@ -72,12 +73,13 @@ class DecodeConfig:
             value = _integer(name, getattr(self, name))
             if value < least:
                 raise UserError(f"{name}={value}: must be at least {least}")
+            object.__setattr__(self, name, value)  # Python's own where it was NumPy's
         # `not (x >= 0)` instead of `x < 0`, so that NaN is refused too.
         for name in ("distance_penalty", "temperature"):
             if getattr(self, name) == "auto" and name == "distance_penalty":
                 continue
-            if not (_number(self, name) >= 0 and math.isfinite(getattr(self, name))):
-                raise UserError(f"{name}={getattr(self, name)}: must be a finite number of at least 0")
+            if not 0 <= _number(self, name) <= LARGEST_FLOAT:
+                raise UserError(f"{name}={getattr(self, name)}: must be at least 0 and finite as a float of 32 bits")
         tau = self.entropy_threshold
         if tau is not None and tau != "auto" and not _number(self, "entropy_threshold") >= 0:
             raise UserError(f"entropy_threshold={tau}: must be at least 0, inf, auto, or None for one a step")
@@ -95,7 +97,7 @@ class DecodeConfig:
                 )
             object.__setattr__(self, "stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
         if self.mask_token_id is not None:
-            _integer("mask_token_id", self.mask_token_id)
+            object.__setattr__(self, "mask_token_id", _integer("mask_token_id", self.mask_token_id))
         for name in ("reorder", "ban_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
