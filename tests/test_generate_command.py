@@ -182,6 +182,16 @@ def test_every_decode_setting_is_a_flag(call, monkeypatch):
 
 def test_none_is_understood_in_any_case_for_flags_that_may_be_none_alone():
     assert spell_none(["--stop-ids", "NONE", "--prompt", "none"]) == ["--stop-ids", "None", "--prompt", "none"]
+    assert spell_none(["none", "--prompt=none", "none"]) == ["none", "--prompt=none", "none"]
+
+
+@pytest.mark.parametrize("flag", ["entropy-threshold", "entropy_threshold", "stop-ids", "mask_token_id"])
+@pytest.mark.parametrize("between", [" ", "="])
+def test_none_is_understood_in_every_spelling_of_a_flag(call, monkeypatch, flag, between):
+    seen = []
+    monkeypatch.setattr(command, "generate", seen.append)
+    call("--prompt", "x", *f"--{flag}{between}none".split())
+    assert getattr(seen[0].decode, flag.replace("-", "_")) is None
 
 
 @pytest.mark.parametrize(
