@@ -68,13 +68,17 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     monkeypatch.setattr("sys.argv", ["generate", *flags])
     command.main()
     shown = capsys.readouterr()
-    assert shown.out == ours.text + "\n" and found.in_words() in shown.err
+    assert shown.out == ours.text + "\n" and found.in_words() in shown.err and "but with" not in shown.err
     monkeypatch.setattr("sys.argv", ["generate", *flags, "--entropy-threshold", "0.4"])
     command.main()
     assert "calibrated" not in capsys.readouterr().err
     monkeypatch.setattr("sys.argv", ["generate", *flags, "--distance-penalty", "0.7"])
     command.main()
     assert "but with lambda 0.7, as given, for which no disagreement was measured" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["generate", *flags, "--window-size", "3", "--temperature", "0.5"])
+    command.main()
+    message = "but with window_size 3, temperature 0.5, for which no disagreement was measured"
+    assert message in capsys.readouterr().err
 
 
 def test_a_calibration_of_other_weights_is_named_and_not_used(folder):

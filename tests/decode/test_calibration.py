@@ -66,6 +66,17 @@ def test_it_fills_in_what_streaming_leaves_open_and_nothing_else():
         assert FOUND.apply(config) is config
 
 
+def test_it_knows_for_which_settings_its_disagreement_was_measured():
+    measured = dict(distance_penalty=0.3, window_size=4)
+    assert FOUND.unmeasured(DecodeConfig(**measured, max_new_tokens=7, seed=3)) == []
+    for change, named in (
+        (dict(distance_penalty=0.1), "lambda 0.1, as given"),
+        (dict(window_size="auto"), "window_size 16"),
+        (dict(temperature=0.5), "temperature 0.5"),
+    ):
+        assert FOUND.unmeasured(DecodeConfig(**{**measured, **change})) == [named]
+
+
 def test_a_calibrated_model_decodes_by_it():
     calibrated = dataclasses.replace(tiny_model(), calibration=FOUND)
     prompts = [[1, 2, 3], [4, 5], [6]]

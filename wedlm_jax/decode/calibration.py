@@ -47,6 +47,15 @@ class Calibration:
         penalty = self.distance_penalty if config.distance_penalty == "auto" else config.distance_penalty
         return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
 
+    def unmeasured(self, config: DecodeConfig) -> list[str]:
+        """The settings of a request, resolved, with which the disagreement may be another one, in words."""
+        settings = {
+            f"lambda {config.penalty:g}, as given": config.penalty != self.distance_penalty,
+            f"window_size {config.window}": config.window != self.window_size,
+            f"temperature {config.temperature:g}": config.temperature > 0,
+        }
+        return [setting for setting, differs in settings.items() if differs]
+
     def in_words(self) -> str:
         """One line for people."""
         return (

@@ -69,8 +69,8 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     if requests[0].config.entropy_threshold != args.decode.entropy_threshold:
         print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
-        if (penalty := requests[0].config.distance_penalty) != model.calibration.distance_penalty:
-            print(f"but with lambda {penalty:g}, as given, for which no disagreement was measured", file=sys.stderr)
+        if unmeasured := model.calibration.unmeasured(requests[0].config):
+            print(f"but with {', '.join(unmeasured)}, for which no disagreement was measured", file=sys.stderr)
     completions: Iterable[Completion] = track(
         decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
         disable=len(requests) <= args.batch_size,
