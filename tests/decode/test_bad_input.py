@@ -176,6 +176,23 @@ def test_out_of_memory_names_batch_and_window(monkeypatch, where):
             list(stream(tiny_model(), [1], config_of("streaming_eager")))
 
 
+@pytest.mark.parametrize(
+    ("loop", "line"),
+    [
+        ("streaming_eager", "a batch of 1 and a window of 4 .*: pass fewer .* or lower window_size or max_new_tokens"),
+        ("blockwise", "a batch of 1 and blocks of 4 .*: pass fewer .* or lower block_size or max_new_tokens"),
+        ("ar", "a batch of 1 .max_new_tokens=14.: pass fewer .* or lower max_new_tokens"),
+    ],
+)
+def test_out_of_memory_names_what_the_decoder_is_sized_by(monkeypatch, loop, line):
+    def exhausted(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(generation, "start", exhausted)
+    with pytest.raises(UserError, match=line):
+        generate(tiny_model(), [[1]], config_of(loop, window_size=4))
+
+
 def test_other_device_errors_are_not_called_out_of_memory(monkeypatch):
     def broken(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")

@@ -135,6 +135,15 @@ def test_looking_for_stop_strings_after_every_eighth_forward_changes_nothing(loo
     assert 1 <= len(runs) <= -(-max(c.stats.forwards for c in at_once) // 8) and set(runs) == {8}
 
 
+def test_after_a_forward_each_running_text_is_looked_at_once_and_a_finished_one_no_more(monkeypatch):
+    """But for the new tokens of the one that completes a stop string."""
+    model, looked, decode = reciter("ab. and so on", end=True), [], tokenizer().decode
+    monkeypatch.setattr(model.tokenizer, "decode", lambda ids, **options: looked.append(len(ids)) or decode(ids))
+    generate(model, ["x"] * 2, [settings("ar", stop=(stop,)) for stop in (".", "o")], trace=True)
+    steps = [[1, 1], [2, 2], [3, 3, 3], *([n] for n in range(4, 10)), [10, 10]]
+    assert looked[:-2] == [count for step in steps for count in step]  # the last two are the completions'
+
+
 def test_a_row_without_stop_strings_runs_on_beside_one_with_them():
     model = reciter("abcdef", end=True)
     configs = [settings("ar", stop=("c",)), settings("ar"), settings("ar", stop=("zz",))]

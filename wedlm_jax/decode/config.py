@@ -154,6 +154,11 @@ class DecodeConfig:
         return DEFAULT_WINDOW if self.window_size == "auto" else self.window_size
 
     @property
+    def sized_by(self) -> Literal["window_size", "block_size"] | None:
+        """The field that says how many tokens a forward is fed; None where that is one."""
+        return None if self.decoder == "ar" else "block_size" if self.decoder == "blockwise" else "window_size"
+
+    @property
     def rule(self) -> int:
         """The number of the fill rule in `selection.RULES`."""
         rule = ("run" if self.decoder == "verified" else "each") if self.fill_rule == "auto" else self.fill_rule

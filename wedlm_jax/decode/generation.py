@@ -174,10 +174,12 @@ class Batch:
         """`run_stepwise`, ending rows whose text holds a stop string."""
         steps = run_stepwise(self.program, self.model.weights, self.state, self.settings)
         try:
+            checked = np.zeros(len(self.requests), np.int32)
             state, record = next(steps)
             while True:
                 if self._has_stop_strings:
-                    state = self._end_at_stop_strings(state)
+                    state = self._end_at_stop_strings(state, np.flatnonzero(np.asarray(record.running)), checked)
+                    checked = np.array(state.generated)  # the next step takes the state
                 yield state, record
                 state, record = steps.send(state)
         except StopIteration:
@@ -201,15 +203,16 @@ class Batch:
     def _has_stop_strings(self) -> bool:
         return any(r.config.stop for r in self.requests)
 
-    def _end_at_stop_strings(self, state: DecodeState) -> DecodeState:
-        generated, finish = np.array(state.generated), np.array(state.finish)
-        for row, ids in enumerate(self.ids(state)):
-            kept = self._stop_string_at(row, ids)
+    def _end_at_stop_strings(self, state: DecodeState, ran: np.ndarray, checked: np.ndarray) -> DecodeState:
+        """After a step of the rows `ran`; of every row the first `checked` tokens hold no stop string."""
+        generated, finish, output = np.array(state.generated), np.array(state.finish), np.asarray(state.output)
+        for row in ran.tolist():
+            kept = self._stop_string_at(row, output[row, : generated[row]].tolist(), checked[row])
             if kept is not None:
                 generated[row], finish[row] = kept, STOPPED
         return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
 
-    def _stop_string_at(self, row: int, ids: list[int], checked: int = 0) -> int | None:
+    def _stop_string_at(self, row: int, ids: list[int], checked: int) -> int | None:
         """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read
         too: the string may have come before it."""
         stop = self.requests[row].config.stop
@@ -264,9 +267,12 @@ def _memory_errors(requests: Sequence[Request]) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         config = requests[0].config
+        windows, blocks = f" and a window of {config.window_size}", f" and blocks of {config.block_size}"
+        fed = {"window_size": windows, "block_size": blocks, None: ""}[config.sized_by]
+        lower = "max_new_tokens" if config.sized_by is None else f"{config.sized_by} or max_new_tokens"
         raise UserError(
-            f"out of memory with a batch of {len(requests)} and a window of {config.window_size} (max_new_tokens="
-            f"{config.max_new_tokens}): pass fewer prompts at a time, or lower window_size or max_new_tokens"
+            f"out of memory with a batch of {len(requests)}{fed} (max_new_tokens={config.max_new_tokens}): "
+            f"pass fewer prompts at a time, or lower {lower}"
         ) from error
 
 
