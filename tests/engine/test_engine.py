@@ -167,6 +167,8 @@ def test_a_cache_beyond_the_limit_is_refused_naming_what_to_lower():
         served.submit([1], config)
     with pytest.raises(UserError, match="block_size"):
         served.submit([1], talk("blockwise"))
+    with pytest.raises(UserError, match="lower rows or context, or raise cache_limit"):
+        engine(cache_limit=1).submit([1], talk("ar"))
     assert served.waiting == 0
 
 
@@ -193,7 +195,11 @@ def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(
         return run_steps(program, *args, **kwargs)
 
     monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", runs_out)
+    held = sum(served.bytes_for(ticket.request.config) for ticket in (hit[0], spared))
     served.run()
+    for ticket in hit[:3]:
+        with pytest.raises(UserError, match=rf"out of memory with caches of {held:,} bytes .* lower rows or context"):
+            ticket.result()
     for ticket in hit:
         with pytest.raises(UserError, match=r"out of memory .* lower rows or context"):
             ticket.result()

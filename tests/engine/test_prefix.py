@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax import generate
 from wedlm_jax.decode.generation import make_request
-from wedlm_jax.engine import in_order
+from wedlm_jax.engine import Engine, in_order
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.prefix import LEFT_BEHIND, choose_row, longest_prefix, shared_length
 
@@ -60,6 +62,22 @@ def test_requests_in_order_prefill_what_they_share_once(prefilled):
     alone = [generate(talker(), [prompt], config)[0] for prompt in prompts]
     assert all(same(*pair) for pair in zip(in_order(talker(), requests, rows=2), alone, strict=True))
     assert prefilled == [64, 32, 32, 32, 32]
+
+
+@pytest.mark.parametrize(("lengths", "context"), [((3, 9), 32), ((30, 9), 64), ((60, 100), 125)])
+def test_requests_in_order_have_rows_of_few_lengths_and_none_beyond_the_model(lengths, context, monkeypatch):
+    class Opened(Exception):
+        pass
+
+    def opens(self, *arguments, context, **options):
+        raise Opened(context)
+
+    monkeypatch.setattr(Engine, "__init__", opens)
+    model = dataclasses.replace(talker(), config=dataclasses.replace(talker().config, max_position_embeddings=125))
+    config = talk("verified", max_new_tokens=20)
+    requests = [make_request(model, [1] * length, config, row=0, name="prompt") for length in lengths]
+    with pytest.raises(Opened, match=f"^{context}$"):
+        list(in_order(model, requests, rows=2))
 
 
 def test_a_shared_beginning_is_copied_from_a_row_idle_or_running(prefilled):

@@ -51,6 +51,7 @@ class Engine:
       queue: requests that may wait for a row; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = no limit. Idle groups are closed to stay below it. While a
         request is started, one row more is in use.
+      mend: what is said to do where the device runs out of memory.
 
     Raises:
       UserError: a setting is out of range.
@@ -65,6 +66,7 @@ class Engine:
         steps: int = 8,
         queue: int = 256,
         cache_limit: int | None = None,
+        mend: str = "lower rows or context",
     ):
         longest = model.config.max_position_embeddings
         context = min(longest, LARGEST_CONTEXT) if context is None else context
@@ -76,7 +78,7 @@ class Engine:
         self.model = model
         self.context = context
         self._num_rows, self._steps = rows, steps
-        self._queue, self._cache_limit = queue, cache_limit
+        self._queue, self._cache_limit, self._mend = queue, cache_limit, mend
         self._waiting: deque[Ticket] = deque()
         self._groups: dict[tuple, RowGroup] = {}
         self._reserved: dict[tuple, list[Arrival]] = {}
@@ -242,10 +244,10 @@ class Engine:
     def _require_memory(self, config: DecodeConfig) -> None:
         size = self.bytes_for(config)
         if self._cache_limit is not None and size > self._cache_limit:
+            what = "rows or context" if config.sized_by is None else f"rows, context or {config.sized_by}"
             raise UserError(
                 f"a cache of {self._num_rows} rows with {self._cache_slots(config)} slots takes "
-                f"{in_words(size)}, more than cache_limit={self._cache_limit}: lower rows, context or "
-                f"{'block_size' if config.decoder == 'blockwise' else 'window_size'}, or raise cache_limit"
+                f"{in_words(size)}, more than cache_limit={self._cache_limit}: lower {what}, or raise cache_limit"
             )
 
     @contextlib.contextmanager
@@ -256,10 +258,11 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
+            held = self.cache_bytes
             group = self._groups.pop(key, None)
             line = UserError(
-                f"out of memory with caches of {in_words(self.cache_bytes)} and {self._num_rows} rows of context="
-                f"{self.context} for decoder={key[0]}: lower rows or context"
+                f"out of memory with caches of {in_words(held)} and {self._num_rows} rows of context="
+                f"{self.context} for decoder={key[0]}: {self._mend}"
             )
             running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
             for ticket in {*started, *running}:
