@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.errors import UserError
 from wedlm_jax.pretrained import load, save
 
 command = importlib.import_module("wedlm_jax.generate.__main__")
@@ -83,23 +85,27 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
 
 
 @pytest.mark.parametrize("decoder", ["verified", "streaming"])
-@pytest.mark.parametrize("shared, way", [("", "decode_batch"), ("Answer. " * 6, "in_order")])
-def test_more_prompts_than_a_batch_give_what_generate_returns_in_their_order(
-    call, directory, tmp_path, monkeypatch, decoder, shared, way
+@pytest.mark.parametrize(
+    "shared, batch, calls_made",
+    [("", 2, ["decode_batch"] * 4), ("Answer. " * 6, 2, ["in_order"]), ("Answer. " * 6, 16, ["in_order"])],
+)
+def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
+    call, directory, tmp_path, monkeypatch, decoder, shared, batch, calls_made
 ):
-    """Batch by batch; prompts that mostly are a beginning that all share through an engine, which prefills it once."""
-    calls = []
+    """Batch by batch; prompts that mostly are a beginning that all share through an engine, which prefills it once, however
+    few they are."""
+    calls, (way, *_) = [], calls_made
     true_way = getattr(command, way)
     monkeypatch.setattr(command, way, lambda *args, **kwargs: calls.append(way) or true_way(*args, **kwargs))
     prompts = [f"{shared}{i} Q: Count to {3 * i}. A:" for i in (9, 1, 4, 7, 2, 8, 3)]
     source, target = write(tmp_path / "in.jsonl", *({"prompt": p} for p in prompts)), tmp_path / "out.jsonl"
-    call("--input", source, "--output", target, "--batch-size", 2, "--max-new-tokens", 9, "--decoder", decoder,
+    call("--input", source, "--output", target, "--batch-size", batch, "--max-new-tokens", 9, "--decoder", decoder,
          "--window-size", 4, "--temperature", 0.7, "--seed", 3, "--stop", "e")  # fmt: skip
     config = DecodeConfig(decoder, window_size=4, max_new_tokens=9, temperature=0.7, seed=3, stop=("e",))
     expected = generate(load(directory), prompts, config)
     assert len({len(c.ids) for c in expected}) > 1  # some end before others
     assert read(target) == [command.as_line(c) for c in expected]
-    assert calls == ([way] if way == "in_order" else [way] * 4)
+    assert calls == calls_made
 
 
 def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call, tmp_path, monkeypatch, capsys):
@@ -122,6 +128,44 @@ def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call,
     assert target.read_text() == "old" and len(read(unfinished)) == 2
     assert capsys.readouterr().err.splitlines()[-2:] == [f"the first 2 lines are in {unfinished}", "interrupted"]
     assert sorted(tmp_path.iterdir()) == [source, target, unfinished]
+
+
+def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, monkeypatch, capsys):
+    source, target, trace = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
+    batches = iter([command.decode_batch] * 2)
+
+    def out_of_memory(*args, **kwargs):
+        batch = next(batches, None)
+        if batch is None:
+            raise UserError("out of memory with a batch of 1")
+        return batch(*args, **kwargs)
+
+    monkeypatch.setattr(command, "decode_batch", out_of_memory)
+    with pytest.raises(SystemExit) as exit:
+        call("--input", source, "--output", target, "--trace", trace, "--batch-size", 1, "--max-new-tokens", 4,
+             "--decoder", "ar")  # fmt: skip
+    assert exit.value.code == 2
+    kept = [path.with_name(f"{path.name}.unfinished") for path in (target, trace)]
+    assert [len(read(path)) for path in kept] == [2, 8]
+    assert [step["prompt"] for step in read(kept[1])] == [0] * 4 + [1] * 4
+    assert capsys.readouterr().err.splitlines()[-3:] == [
+        f"the first 2 lines are in {kept[0]}",
+        f"the first 8 lines are in {kept[1]}",
+        "error: out of memory with a batch of 1",
+    ]
+    assert sorted(tmp_path.iterdir()) == [source, *kept]
+
+
+def test_where_an_engine_runs_out_of_memory_flags_are_named(call, tmp_path, monkeypatch, capsys):
+    def runs_out(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr("wedlm_jax.engine.rows.open_rows", runs_out)
+    source = write(tmp_path / "in.jsonl", *({"prompt": f"{'Answer. ' * 6} {i}"} for i in range(2)))
+    with pytest.raises(SystemExit):
+        call("--input", source, "--max-new-tokens", 4)
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: out of memory") and line.endswith(": lower --batch-size or --max-new-tokens")
 
 
 def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call, directory, capsys):

@@ -6,10 +6,11 @@ python -m wedlm_jax.generate --model DIR --input prompts.jsonl --output completi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -75,29 +76,43 @@ def generate(args: Generate) -> None:
         decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
         disable=len(requests) <= args.batch_size,
     )  # fmt: skip
+    files: dict[Path, Callable[[int, Completion], Iterable[dict[str, Any]]]] = {}
     if args.trace is not None:
-        completions = list(completions)
-        write_jsonl(args.trace, trace_lines(completions))
+        files[args.trace] = trace_lines
     if args.output is not None:
-        write_jsonl(args.output, (as_line(c, args.details) for c in completions))
-    elif args.input is not None:
-        # All of them first: while rich shows a bar on stderr it would take what is printed for a part of it.
-        for completion in list(completions):
+        files[args.output] = lambda _, completion: [as_line(completion, args.details)]
+    shown: list[Completion] = []
+    with contextlib.ExitStack() as opened:
+        written = [(opened.enter_context(jsonl(path)), lines) for path, lines in files.items()]
+        for number, completion in enumerate(completions):
+            for write, lines in written:
+                for line in lines(number, completion):
+                    write(line)
+            if args.output is None:
+                shown.append(completion)
+    # All of them are there: while rich shows a bar on stderr it would take what is printed for a part of it.
+    for completion in shown:
+        if args.input is not None:
             print(json.dumps(as_line(completion, args.details), ensure_ascii=False))
-    else:
-        (completion,) = completions
-        print(completion.ids if completion.text is None else completion.text)
-        stats = ", ".join(f"{name} {value:.4g}" for name, value in completion.stats.as_dict().items())
-        print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
-        if args.details:
-            print("\n".join(detail_lines(completion)), file=sys.stderr)
+        else:
+            print_one(completion, args.details)
+
+
+def print_one(completion: Completion, details: bool) -> None:
+    """What is shown of --prompt: the text, and its statistics apart."""
+    print(completion.ids if completion.text is None else completion.text)
+    stats = ", ".join(f"{name} {value:.4g}" for name, value in completion.stats.as_dict().items())
+    print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
+    if details:
+        print("\n".join(detail_lines(completion)), file=sys.stderr)
 
 
 def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterator[Completion]:
     """The completions in the order of the requests: batch by batch, or through an engine where that prefills much less. A trace
     is of whole batches."""
-    if args.trace is None and len(requests) > args.batch_size and _begin_alike([r.prompt for r in requests]):
-        yield from in_order(model, requests, rows=args.batch_size)
+    if args.trace is None and len(requests) > 1 and _begin_alike([r.prompt for r in requests]):
+        rows = min(args.batch_size, len(requests))
+        yield from in_order(model, requests, rows=rows, mend="lower --batch-size or --max-new-tokens")
         return
     for start in range(0, len(requests), args.batch_size):
         yield from decode_batch(model, requests[start : start + args.batch_size], trace=args.trace is not None)
@@ -206,23 +221,27 @@ def detail_lines(completion: Completion) -> Iterable[str]:
         yield f"drafts {distance} slots ahead: {agreed} of {checked} agreed with AR"
 
 
-def trace_lines(completions: Iterable[Completion]) -> Iterable[dict[str, Any]]:
-    """A line for every forward of every prompt, both numbered from 0."""
-    for prompt, completion in enumerate(completions):
-        for forward, step in enumerate(completion.trace or ()):
-            yield {"prompt": prompt, "forward": forward, **step}
+def trace_lines(prompt: int, completion: Completion) -> Iterator[dict[str, Any]]:
+    """A line for every forward of a prompt, both numbered from 0."""
+    for forward, step in enumerate(completion.trace or ()):
+        yield {"prompt": prompt, "forward": forward, **step}
 
 
-def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Writes all lines or, if anything goes wrong, leaves the old file as it was. What was there before Ctrl-C, or before memory
-    ran out, is kept beside it."""
+@contextlib.contextmanager
+def jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Around what writes a file, by lines to the function that is yielded. It becomes `path` at the end; if anything goes wrong,
+    the old file stays as it was. What was there before Ctrl-C, or before memory ran out, is kept beside it."""
     lines, unfinished = 0, path.with_name(f"{path.name}.unfinished")
     with replacing(path) as partial:
         try:
             with partial.open("w", encoding="utf-8") as file:
-                for record in records:
+
+                def write(record: dict[str, Any]) -> None:
+                    nonlocal lines
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     lines += 1
+
+                yield write
         except (KeyboardInterrupt, UserError):
             if lines:
                 partial.replace(unfinished)
