@@ -104,3 +104,12 @@ def test_the_notebook_for_tpus_is_the_same_but_for_installation_and_sizes():
 def test_notebooks_hold_no_output_and_say_what_was_run(name):
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code_cells(name))
     assert "Not run by us on this hardware" in (FOLDER / name).read_text()
+
+
+@pytest.mark.parametrize("name", ["adapter.ipynb", "colab.ipynb", "tpu_vm.ipynb"])
+def test_the_package_can_be_imported_in_the_kernel_that_installed_it(name):
+    """An editable install is a .pth file, which a Python reads while it starts; until then the folder of the clone, which has no
+    __init__.py, is taken for the package."""
+    (install,) = [line for cell in code_cells(name) for line in cell["source"] if line.startswith("%pip")]
+    flags = [word for word in shlex.split(install) if word.startswith("-")]
+    assert flags == ["-q"] and re.search(r"'\./wedlm_jax\[\w+\]'$", install)
