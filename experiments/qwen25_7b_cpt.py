@@ -1,9 +1,10 @@
 """Continued pretraining of Qwen2.5-7B into a WeDLM model: section 6.1 of the paper, 100B tokens.
 
-    python -m wedlm_jax.train --exp qwen25_7b_cpt data.path=corpus/
+    python -m wedlm_jax.train --exp qwen25_7b_cpt
+    python -m wedlm_jax.train --exp qwen25_7b_cpt data.source=text data.mixture= data.path=corpus/
     python -m wedlm_jax.train --exp qwen25_7b_cpt --compile-only v5p:4x4x4
 
-Batch, schedule and hardware as in qwen3_8b_cpt; not run by us at this size, see docs/scaling.md.
+Corpus, batch, schedule and hardware as in qwen3_8b_cpt; not run by us at this size, see docs/scaling.md.
 """
 
 import dataclasses

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Trains on GKE with xpk: one workload, restarted by Kubernetes where a worker dies or is preempted.
 #
-#   launch/gke.sh [--dry-run] WORKLOAD CLUSTER ZONE TPU_TYPE IMAGE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run data.path=...
+#   launch/gke.sh [--dry-run] WORKLOAD CLUSTER ZONE TPU_TYPE IMAGE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run \
+#     data.source=text data.mixture= data.path=/mnt/bucket/corpus
 #
 # CLUSTER is an xpk cluster (xpk cluster create ...), TPU_TYPE such as v5p-128 (this counts cores: 64 chips) or v6e-256, IMAGE
 # a container image in which `pip install 'wedlm_jax[tpu]'` was run. GKE sets the variables by which the workers find each
-# other; WEDLM_RESTARTS (10) is how often the workload is started again.
+# other; WEDLM_RESTARTS (10) is how often the workload is started again: after a signal, which xpk does by itself, and after our
+# own exit statuses 75 (told to end, or another process is gone) and 1. A worker that is told to end has WEDLM_GRACE_SECONDS (300)
+# for up to ten steps and a checkpoint.
 set -euo pipefail
 
 run=()
@@ -21,5 +24,6 @@ workload=$1 cluster=$2 zone=$3 tpu_type=$4 image=$5
 shift 6
 
 "${run[@]}" xpk workload create --workload="$workload" --cluster="$cluster" --zone="$zone" --tpu-type="$tpu_type" \
-  --docker-image="$image" --max-restarts="${WEDLM_RESTARTS:-10}" \
+  --docker-image="$image" --max-restarts="${WEDLM_RESTARTS:-10}" --restart-on-exit-codes=1,75 \
+  --termination-grace-period-seconds="${WEDLM_GRACE_SECONDS:-300}" \
   --command="python3 -m wedlm_jax.train$(printf ' %q' "$@")"

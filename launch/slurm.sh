@@ -9,11 +9,13 @@
 #SBATCH --open-mode=append
 # Trains on a Slurm cluster with GPUs: one process for each GPU.
 #
-#   sbatch --nodes=4 launch/slurm.sh --exp qwen3_8b_sft --workdir /shared/run data.path=/shared/chat.jsonl
+#   sbatch launch/slurm.sh --exp qwen3_8b_sft --workdir /shared/run data.path=/shared/chat.jsonl \
+#     data.num_groups=32 train.micro_batches=2
 #   launch/slurm.sh --dry-run --exp ...    shows the command
 #
-# The lines above are the defaults; what sbatch is given on its command line wins. jax reads Slurm's variables, and each task
-# takes the GPU of its local number. Slurm requeues a preempted job; a job that ended because a process died is requeued here.
+# The lines above are the defaults; what sbatch is given on its command line wins: the example runs on --nodes=1, 2 or 4. The number
+# of processes must divide data.num_groups, and train.micro_batches times it the rows of a step. jax reads Slurm's variables, and
+# each task takes the GPU of its local number. Slurm requeues a preempted job; a job that ended because a process died is requeued here.
 set -euo pipefail
 
 run=()
@@ -25,6 +27,9 @@ if (($# == 0)); then
   echo "usage: [sbatch] launch/slurm.sh [--dry-run] TRAIN_FLAGS..." >&2
   exit 2
 fi
+
+# Since Slurm 22.05 srun does not take the CPUs of a task over from sbatch by itself.
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 
 status=0
 "${run[@]}" srun --kill-on-bad-exit=1 python3 -m wedlm_jax.train "$@" || status=$?

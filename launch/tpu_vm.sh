@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # Trains on a Cloud TPU VM or pod slice: installs the package on every worker and starts the same command on each of them.
 #
-#   launch/tpu_vm.sh [--dry-run] NAME ZONE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run data.path=/mnt/corpus
+#   launch/tpu_vm.sh [--dry-run] NAME ZONE -- --exp qwen3_8b_cpt --workdir /mnt/bucket/run \
+#     data.source=text data.mixture= data.path=/mnt/bucket/corpus
 #
 # NAME and ZONE are those of an existing TPU VM (gcloud compute tpus tpu-vm create ...). The workers find each other through
 # the TPU's metadata. After a preemption, or where a worker died, run the same line again: the run goes on from its last
 # checkpoint, which all workers must be able to read (a shared disk, or a bucket mounted with gcsfuse).
+#
+# The files that git tracks, as they are now, and a virtual environment take the place of what was in ~/wedlm_jax_launch of every
+# worker. Its Python is the newest of 3.11 to 3.13 there, or the one that WEDLM_PYTHON names.
 set -euo pipefail
 
 run=()
@@ -20,9 +24,25 @@ fi
 name=$1 zone=$2
 shift 3
 source=${WEDLM_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
-command="python3 -m wedlm_jax.train$(printf ' %q' "$@")"
+home=wedlm_jax_launch
+sent=$(mktemp -d)
+trap 'rm -rf "$sent"' EXIT
 
-"${run[@]}" gcloud compute tpus tpu-vm scp --recurse --worker=all --zone="$zone" "$source" "$name:wedlm_jax"
-"${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all \
-  --command="python3 -m pip install --quiet './wedlm_jax[tpu]'"
+# What a worker runs. The Ubuntu of a TPU VM may have a python3 that is too old (22.04), or one that pip may not change (24.04).
+pythons=${WEDLM_PYTHON:-python3.13 python3.12 python3.11}
+install="set -e; rm -rf $home; mkdir -p $home/source; tar -xzf $home.tar.gz -C $home/source"
+install+="; python=\$(command -v $pythons | head -n 1)"
+install+="; [ -n \"\$python\" ] || { echo 'error: this worker has none of $pythons; install one (sudo apt-get install -y"
+install+=" python3.11-venv), or name one of 3.11 or newer: WEDLM_PYTHON=/path/to/python' >&2; exit 1; }"
+install+="; \$python -m venv $home/venv; $home/venv/bin/python3 -m pip install --quiet './$home/source[tpu]'"
+command="$home/venv/bin/python3 -m wedlm_jax.train$(printf ' %q' "$@")"
+
+commit=HEAD
+if ((${#run[@]} == 0)); then
+  changed=$(git -C "$source" stash create) # a commit of the tracked files as they are; empty where none was changed
+  commit=${changed:-HEAD}
+fi
+"${run[@]}" git -C "$source" archive --output="$sent/$home.tar.gz" "$commit"
+"${run[@]}" gcloud compute tpus tpu-vm scp --worker=all --zone="$zone" "$sent/$home.tar.gz" "$name:"
+"${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$install"
 "${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$command"

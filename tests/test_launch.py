@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from wedlm_jax.preemption import EXIT_STATUS
 from wedlm_jax.train import Flags
 
 LAUNCH = Path(__file__).parents[1] / "launch"
@@ -19,10 +20,14 @@ DRY = {
 }
 # The flags of each program that a script calls, from its own documentation.
 KNOWN = {
-    "gcloud": {"recurse", "worker", "zone", "command"},
-    "xpk": {"workload", "cluster", "zone", "tpu-type", "docker-image", "max-restarts", "command"},
+    "git": {"output"},
+    "gcloud": {"worker", "zone", "command"},
+    "xpk": {
+        "workload", "cluster", "zone", "tpu-type", "docker-image", "max-restarts", "restart-on-exit-codes",
+        "termination-grace-period-seconds", "command",
+    },
     "srun": {"kill-on-bad-exit"},
-}
+}  # fmt: skip
 
 
 def run(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -77,3 +82,68 @@ def test_a_gpu_box_starts_again_after_a_death_but_not_after_bad_input(tmp_path, 
     done = run("gpu.sh", "--exp", "sft", PYTHON=str(fake), WEDLM_RESTARTS="2", WEDLM_RESTART_SECONDS="0")
     assert done.returncode == status
     assert counted.read_text().splitlines() == ["-m wedlm_jax.train --exp sft"] * runs
+
+
+def test_gke_starts_again_after_a_run_that_was_told_to_end_and_gives_it_time_to_save():
+    (line,) = run("gke.sh", "--dry-run", *DRY["gke.sh"]).stdout.splitlines()
+    flags = dict(word.split("=", 1) for word in line.split(" --command=")[0].split() if "=" in word)
+    restarted = {int(status) for status in flags["--restart-on-exit-codes"].split(",")}
+    assert {1, EXIT_STATUS} == restarted  # and not 2, bad input
+    assert int(flags["--termination-grace-period-seconds"]) > 30
+
+
+def test_a_slurm_task_has_the_cpus_that_sbatch_was_asked_for(tmp_path):
+    program(tmp_path / "srun", 'echo "$SRUN_CPUS_PER_TASK"')
+    path = f"{tmp_path}:/usr/bin:/bin"
+    assert run("slurm.sh", *TRAIN, PATH=path, SLURM_CPUS_PER_TASK="12").stdout == "12\n"
+    assert run("slurm.sh", *TRAIN, PATH=path).stdout == "8\n"  # that of the script's own header
+
+
+def program(path: Path, script: str) -> None:
+    path.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """(git repository to send, home of a worker with a Python, environment in which gcloud runs there)."""
+    repository, home, programs = (tmp_path / name for name in ("repository", "home", "programs"))
+    for folder in (repository, home, programs):
+        folder.mkdir()
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    (repository / "code").write_text("first")
+    for command in (["init", "--quiet"], ["add", "code"], ["commit", "--quiet", "-m", "first"]):
+        subprocess.run([*git, *command], check=True)
+    (repository / ".venv").mkdir()
+    (repository / ".venv" / "large").write_text("not for the workers")
+    # gcloud compute tpus tpu-vm scp ... FILE NAME: | ssh ... --command=COMMAND
+    run_command = f'last="${{@: -1}}"; PATH={programs}:$PATH bash -c "${{last#--command=}}"'
+    gcloud = f'cd {home}; case $4 in scp) cp "${{@: -2:1}}" . ;; ssh) {run_command} ;; esac'
+    program(programs / "gcloud", gcloud)
+    # It makes a "virtual environment" whose Python tells what it was asked to do.
+    program(
+        programs / "python3.12",
+        'mkdir -p "$3/bin"; printf "#!/bin/bash\\necho \\"\\$@\\"" > "$3/bin/python3"; chmod +x "$3"/bin/*',
+    )
+    return repository, home, {"PATH": f"{programs}:/usr/bin:/bin", "WEDLM_SOURCE": str(repository), "HOME": str(home)}
+
+
+def test_a_tpu_worker_gets_the_tracked_files_as_they_are_each_time(worker):
+    repository, home, environment = worker
+    for content in ("first", "second, not committed"):
+        (repository / "code").write_text(content)
+        done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_PYTHON="python3.12", **environment)
+        assert done.returncode == 0, done.stderr
+        sent = home / "wedlm_jax_launch" / "source"
+        assert {path.name: path.read_text() for path in sent.iterdir()} == {"code": content}
+    assert done.stdout.splitlines() == [
+        "-m pip install --quiet ./wedlm_jax_launch/source[tpu]",
+        "-m wedlm_jax.train --exp sft --workdir /shared/run 1 data.path=chat.jsonl",
+    ]
+
+
+def test_a_tpu_worker_without_the_named_python_says_so_and_how_to_mend_it(worker):
+    _, home, environment = worker
+    done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_PYTHON="python3.99", **environment)
+    assert done.returncode == 1 and done.stdout == "" and not (home / "wedlm_jax_launch" / "venv").exists()
+    assert "error: this worker has none of python3.99; install one" in done.stderr and "WEDLM_PYTHON=" in done.stderr
