@@ -1,14 +1,21 @@
 """Engines in other processes: what they answer, and what they cannot."""
 
 import importlib.util
+import os
+import re
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.baselines.engines import with_fake_engines
-from wedlm_jax.baselines.process import Baseline
+from wedlm_jax.baselines.process import Baseline, EngineEnded
 from wedlm_jax.decode.stats import Stats
 from wedlm_jax.errors import UserError
 
@@ -56,6 +63,72 @@ def test_what_an_engine_said_before_it_failed_is_kept(monkeypatch, tmp_path):
     assert kept.read_text() == "loading x\n"
 
 
+ASKED = {"prompts": [[1]], "max_new_tokens": 1, "stop_ids": []}
+
+
+@pytest.mark.parametrize(("platform", "seen"), [("cpu", ""), ("gpu", "0,1")])
+def test_an_engine_sees_gpus_only_where_jax_runs_on_them(platform, seen, monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with Baseline("transformers", sys.executable, Path("x")) as engine:
+        assert engine.ask(ASKED)["gpus"] == seen
+
+
+def test_an_engine_that_is_killed_is_said_so_and_so_it_is_when_asked_again(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Baseline("vllm", sys.executable, Path("x"), killed=True) as engine:
+        for _ in range(2):
+            with pytest.raises(EngineEnded, match="was ended by SIGKILL and said last: generating .*vllm-.*log"):
+                engine.ask(ASKED)
+    [kept] = tmp_path.glob("vllm-*.log")  # one, however often it fails
+    assert kept.read_text() == "loading x\ngenerating\n"
+
+
+def is_running(pid):
+    """Not a zombie either: what an engine started has nobody here to read its status."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def gone(pid):
+    limit = time.monotonic() + 20
+    while is_running(pid) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return not is_running(pid)
+
+
+def test_ctrl_c_ends_an_engine_in_the_middle_of_an_answer_and_what_it_started(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), Baseline("vllm", sys.executable, Path("x"), slow=True, child=True) as engine:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            engine.ask(ASKED)
+        finally:
+            child = int(re.findall(r"child (\d+)", engine._words())[0])
+            assert is_running(engine._process.pid) and is_running(child)
+    assert gone(engine._process.pid) and gone(child) and time.monotonic() - start < 60
+
+
+def test_an_engine_that_cannot_be_loaded_is_ended(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    started = []
+
+    class Noted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    with pytest.raises(UserError, match="no such kernel"):
+        Baseline("vllm", sys.executable, Path("x"), broken=True)
+    [process] = started
+    assert process.returncode == -signal.SIGKILL and process.stdin.closed
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vllm is installed")
 def test_an_engine_that_is_not_installed_is_said_so():
     with pytest.raises(UserError, match="vllm under .*python.*cannot import what it needs .*vllm"):
@@ -67,3 +140,40 @@ def test_a_checkout_that_is_none_is_said_so(tmp_path):
         pytest.skip("needs torch")
     with pytest.raises(UserError, match="is no checkout of the official repository"):
         Baseline("official", sys.executable, Path("x"), checkout=str(tmp_path))
+
+
+# What `official_engine.py` reaches for in a checkout; a step of it fails.
+FAILING_CHECKOUT = {
+    "engine/llm_engine": """
+from types import SimpleNamespace
+class Config:
+    def __post_init__(self): pass
+class LLMEngine:
+    def __init__(self, *_, **__):
+        self.scheduler = SimpleNamespace(waiting=[])
+        self.model_runner = SimpleNamespace(wedlm_decoder=SimpleNamespace(prepare_decode_inputs=None))
+    def add_request(self, prompt, params): self.scheduler.waiting.append(SimpleNamespace(seq_id=0))
+    def is_finished(self): return not self.scheduler.waiting
+    def step(self): raise RuntimeError("no room")
+""",
+    "engine/model_runner": "class ModelRunner: pass",
+    "engine/wedlm_decoder": "",
+    "layers/attention": "",
+    "layers/layernorm": "class RMSNorm: pass",
+    "sampling_params": "SamplingParams = dict",
+}
+
+
+def test_what_a_failed_request_left_in_the_official_engine_is_never_decoded_beside_another(monkeypatch, tmp_path):
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        pytest.skip("needs torch")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, text in FAILING_CHECKOUT.items():
+        file = tmp_path / "wedlm" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    job = dict(checkout=str(tmp_path), dtype="float32", window_size=4, mask_token_id=0, rows=1, context=8)
+    with Baseline("official", sys.executable, Path("x"), **job) as engine:
+        for said in ("no room", "what is left of a request that failed"):
+            with pytest.raises(UserError, match=said):
+                engine.run([[1]], 4, [], entropy_threshold=0.4, distance_penalty=0.0)

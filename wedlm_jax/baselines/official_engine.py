@@ -1,10 +1,11 @@
 """The official WeDLM engine of the user's own checkout, one device: a script, see `answers.py`.
 
-The engine's scheduler, block manager, decoder, sampler, model and paged cache are its own. What it needs CUDA for is given to
-it at run time, by the code below: flash attention over the paged cache, the Triton kernel that writes it, the placement of
-tensors, and sizing the cache by free GPU memory. Nothing is compiled (TORCHDYNAMO_DISABLE, no CUDA graph). Two more stand-ins
-have other reasons: its norms work in place, which in float32, where a cast copies nothing, would overwrite the residual
-stream; and it reads `rope_theta` where newer versions of transformers no longer keep it.
+The engine's scheduler, block manager, decoder, sampler, model and paged cache are its own. It runs on the CPU, on any
+machine: what it needs CUDA for is given to it at run time, by the code below: flash attention over the paged cache, the
+Triton kernel that writes it, the placement of tensors, and sizing the cache by free GPU memory. Nothing is compiled
+(TORCHDYNAMO_DISABLE, no CUDA graph). Two more stand-ins have other reasons: its norms work in place, which in float32, where
+a cast copies nothing, would overwrite the residual stream; and it reads `rope_theta` where newer versions of transformers no
+longer keep it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def load(job: Job) -> Engine:
     engine.model_runner.wedlm_decoder.prepare_decode_inputs = counted
 
     def generate(request: Job) -> Job:
+        if not engine.is_finished():
+            raise RuntimeError("what is left of a request that failed would be decoded beside this one")
         fed.clear()
         start = time.perf_counter()
         for prompt in request["prompts"]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
+
+import jax
 
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.errors import UserError
@@ -29,8 +34,12 @@ class Run:
     steps: int | None = None  # how many of them: forwards of the batch
 
 
+class EngineEnded(UserError):
+    """Its process is gone: whatever else it is asked, it cannot answer."""
+
+
 class Baseline:
-    """An engine that runs in another Python, for as long as the `with` statement lasts.
+    """An engine that runs in another Python for as long as the `with` statement lasts. Where JAX is on the CPU it sees no GPU.
 
     Args:
       name: which one; `official` is the engine of a checkout of the WeDLM repository.
@@ -45,16 +54,24 @@ class Baseline:
     def __init__(self, name: Name, python: str, model: Path, **settings: Any) -> None:
         self.name, self.python = name, python
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process is
+        self._kept: Path | None = None  # a copy of it
         pipe = subprocess.PIPE
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if jax.default_backend() == "cpu" else {})
         try:
+            # A group of its own, so that it ends with the processes that it starts, and not by the Ctrl-C that is meant for us.
             self._process = subprocess.Popen(
-                [python, str(HERE / f"{name}_engine.py")], stdin=pipe, stdout=pipe, stderr=self._said, text=True
-            )
+                [python, str(HERE / f"{name}_engine.py")], stdin=pipe, stdout=pipe, stderr=self._said, text=True,
+                env=environment, start_new_session=True,
+            )  # fmt: skip
         except OSError as error:
             raise UserError(
                 f"{python}: cannot be run ({(error.strerror or str(error)).lower()}); name a Python"
             ) from None
-        self.ask({"model": str(model), **settings})
+        try:
+            self.ask({"model": str(model), **settings})
+        except BaseException:  # no `with` statement has been entered that would end it
+            self._end()
+            raise
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int, stop_ids: Sequence[int], **settings: Any) -> Run:
         """Completes the prompts as one batch, greedily."""
@@ -71,21 +88,29 @@ class Baseline:
         return Run(answered["seconds"], completions, answered.get("decode_seconds"), answered.get("steps"))
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Its answer.
+
+        Raises:
+          UserError: it answers with an error, or it is gone (EngineEnded).
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             print(json.dumps(message), file=self._process.stdin, flush=True)
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        answered = json.loads(line) if line else {"error": self._last_words()}
+        if not line.endswith("\n"):  # nothing, or what it had written of an answer
+            raise EngineEnded(f"{self.name} under {self.python}: {self._last_words()}{self._kept_words()}")
+        answered = json.loads(line)
         if "error" in answered:
             raise UserError(f"{self.name} under {self.python}: {answered['error']}{self._kept_words()}")
         return answered
 
     def _last_words(self) -> str:
-        self._process.wait()
+        status = self._process.wait()
+        ended = f"ended with status {status}" if status >= 0 else f"was ended by {signal.Signals(-status).name}"
         said = [line.strip() for line in self._words().splitlines() if line.strip()]
-        return said[-1] if said else f"ended with status {self._process.returncode} and said nothing"
+        return f"{ended} and said last: {said[-1]}" if said else f"{ended} and said nothing"
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -96,9 +121,12 @@ class Baseline:
         words = self._words()
         if not words:
             return ""
-        with tempfile.NamedTemporaryFile("w", prefix=f"{self.name}-", suffix=".log", delete=False) as kept:
-            kept.write(words)
-        return f" (all that it said is in {kept.name})"
+        if self._kept is None:
+            descriptor, file = tempfile.mkstemp(prefix=f"{self.name}-", suffix=".log")
+            os.close(descriptor)
+            self._kept = Path(file)
+        self._kept.write_text(words)
+        return f" (all that it said is in {self._kept})"
 
     def __enter__(self) -> Baseline:
         return self
@@ -106,8 +134,15 @@ class Baseline:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """At once, also in the middle of an answer: it has nothing to save."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        with contextlib.suppress(BrokenPipeError):  # a question that it did not live to read
+            self._process.stdin.close()
         self._process.stdout.close()
         self._said.close()
