@@ -115,6 +115,13 @@ def test_it_says_where_ar_wins():
     assert command.where_ar_wins(speeds) == ["AR is faster than verified on: counting, batch 64, 8 + 6 tokens (0.70x)."]
 
 
+def test_the_official_engine_is_refused_where_ours_would_run_on_a_gpu(monkeypatch, capsys, model_dir, tmp_path):
+    monkeypatch.setattr(command.jax, "default_backend", lambda: "gpu")
+    status, _, err = run(monkeypatch, capsys, "--model", model_dir, "--official", tmp_path)
+    assert status == 2 and "compared on CPUs only" in err and "set JAX_PLATFORMS=cpu" in err
+    assert len(err.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -127,6 +134,14 @@ def test_it_says_where_ar_wins():
         (("--tasks", "poetry"), "poetry"),
         (("--baseline", "vllm", "--temperature", 1), "--temperature: --baseline and --official decode greedily"),
         (("--baseline", "vllm", "--python", "/no/python"), "/no/python: cannot be run"),
+        (("--baseline", "vllm", "--stop", "x"), "--stop: --baseline and --official read no text"),
+        (("--official", ".", "--stop", "x"), "--stop: --baseline and --official read no text"),
+        (("--official", ".", "--no-reorder"), "--no-reorder: the engine of --official reorders"),
+        (("--ignore-end", "--stop", "x"), "--ignore-end decodes on behind an end, and --stop names one; drop one"),
+        (
+            ("--ignore-end", "--stop-ids", 7),
+            "--ignore-end decodes on behind an end, and --stop-ids names one; drop one",
+        ),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):

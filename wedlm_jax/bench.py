@@ -72,8 +72,8 @@ class Bench:
     baseline: tuple[Literal["transformers", "vllm"], ...] = ()
     """Other engines, by AR on the same weights as a `qwen3` directory, prompts, lengths and dtype."""
     official: Annotated[Path | None, tyro.conf.arg(metavar="CHECKOUT")] = None
-    """The official repository, checked out: its engine beside our streaming, steps and tokens. Without CUDA, dense code of ours
-    stands in for its kernels."""
+    """The official repository, checked out: its engine beside our streaming, steps and tokens. On CPUs alone, where dense code
+    of ours stands in for its kernels; set JAX_PLATFORMS=cpu where there is a GPU."""
     python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
     """The interpreter that has torch and what --baseline and --official need: the latter transformers, safetensors, tqdm and
     xxhash."""
@@ -261,7 +261,26 @@ def main() -> None:
         raise UserError("--decoders: AR always runs; name the others")
     if (args.baseline or args.official) and args.decode.temperature > 0:
         raise UserError("--temperature: --baseline and --official decode greedily; leave it at 0")
+    refuse_what_others_ignore(args)
     bench(args, Console())
+
+
+def refuse_what_others_ignore(args: Bench) -> None:
+    """Flags that ours would follow and what stands beside it would not."""
+    if args.ignore_end and (args.decode.stop or args.decode.stop_ids):
+        flag = "--stop" if args.decode.stop else "--stop-ids"
+        raise UserError(f"--ignore-end decodes on behind an end, and {flag} names one; drop one of the two")
+    if (args.baseline or args.official) and args.decode.stop:
+        raise UserError(
+            "--stop: --baseline and --official read no text and would decode on; use --stop-ids, or drop it"
+        )
+    if args.official and not args.decode.reorder:
+        raise UserError("--no-reorder: the engine of --official reorders; drop one of the two")
+    if args.official and jax.default_backend() != "cpu":
+        raise UserError(
+            f"--official has been compared on CPUs only, and ours would run on a {jax.default_backend()}; "
+            "set JAX_PLATFORMS=cpu to run both on the CPU"
+        )
 
 
 if __name__ == "__main__":
