@@ -1,7 +1,9 @@
 """`python -m wedlm_jax.bench`: every decoder on every piece of work, a table, JSON and a plot, and where AR wins."""
 
+import dataclasses
 import json
 import sys
+import weakref
 
 import pytest
 from matplotlib import pyplot as plt
@@ -10,6 +12,7 @@ from tests.bad_input import full_disk
 from tests.baselines.engines import with_fake_engines
 from tests.evals.models import tiny_model
 from wedlm_jax import bench as command
+from wedlm_jax.baselines.process import EngineEnded
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.speed import Speed, Work
@@ -93,12 +96,119 @@ def speed(decoder, batch, over_ar, tokens=6):
 
 
 def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
-    args, rates = command.Bench("x", out=tmp_path), Rates(1e9, 1e9)
-    command.save(args, [speed("ar", 1, 1.0)], [], rates)
+    args, found = command.Bench("x", out=tmp_path), command.Found({}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9))
+    command.save(args, found)
     before = (tmp_path / "bench.json").read_bytes()
     with pytest.raises(UserError, match=r"bench.json: cannot be written \(file too large\)"), full_disk():
-        command.save(args, [speed("ar", 1, 1.0), speed("lookup", 1, 2.0)], [], rates)
+        found.speeds.append(speed("lookup", 1, 2.0))
+        command.save(args, found)
     assert (tmp_path / "bench.json").read_bytes() == before
+
+
+class Cells:
+    """In place of `compare`, in main: a batch is an error to raise, or None for rows by AR and lookup."""
+
+    def __init__(self, monkeypatch, **of_batch):
+        self.met, self.of_batch = [], {int(name[1:]): error for name, error in of_batch.items()}
+        monkeypatch.setattr(command, "compare", self)
+        monkeypatch.setattr(command.Rates, "measured", lambda dtype: Rates(1e9, 1e9))
+
+    def __call__(self, model, work, *_, **__):
+        self.met.append(work.batch)
+        if error := self.of_batch.get(work.batch):
+            raise error
+        return [dataclasses.replace(speed(name, work.batch, 0.5), work=work) for name in ("ar", "lookup")]
+
+
+def grid(model_dir, out, *flags):
+    return (
+        "--model", model_dir, "--tasks", "counting", "--decoders", "lookup", "--batches", 1, 2, 4, "--prompts", 8, "--outputs", 6,
+        "--out", out, *flags,
+    )  # fmt: skip
+
+
+def test_work_that_does_not_fit_in_memory_is_named_and_what_follows_is_run(monkeypatch, capsys, model_dir, tmp_path):
+    cells = Cells(monkeypatch, b1=UserError("out of memory [1]"), b2=None)
+    status, out, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path))
+    assert status == 0 and cells.met == [1, 2, 4], err
+    line = "Left out: counting, batch 1, 8 + 6 tokens: out of memory [1]"
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert line in " ".join(out.split()) and results["left_out"] == [line]
+    assert [row["work"]["batch"] for row in results["rows"]] == [2, 2, 4, 4] and (tmp_path / "bench.png").exists()
+    assert "AR is faster than lookup on: counting, batch 2" in " ".join(out.split())
+
+
+def test_work_that_does_not_fit_in_memory_leaves_no_array_behind(monkeypatch, capsys, model_dir, tmp_path):
+    class Cache:
+        pass
+
+    caches = []
+
+    class Hungry(Cells):
+        def __call__(self, model, work, *_, **__):
+            assert [cache() for cache in caches] == [None] * len(caches)
+            cache = Cache()
+            cache.itself = cache
+            caches.append(weakref.ref(cache))
+            if work.batch < 4:
+                raise UserError("out of memory")
+            return super().__call__(model, work)
+
+    Hungry(monkeypatch)
+    status, _, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path))
+    assert status == 0 and len(caches) == 3, err
+
+
+def test_where_nothing_fits_the_first_reason_is_the_error_and_older_results_stay(
+    monkeypatch, capsys, model_dir, tmp_path
+):
+    Cells(monkeypatch, b1=UserError("too large"), b2=UserError("larger"), b4=UserError("largest"))
+    (tmp_path / "bench.json").write_text("older")
+    status, _, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path))
+    assert status == 2 and err.strip().endswith("batch 1, 8 + 6 tokens: too large")
+    assert (tmp_path / "bench.json").read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("error", "left", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (EngineEnded("vllm ended with status 1"), 2, "vllm ended with status 1"),
+    ],
+)
+def test_a_grid_that_is_cut_short_sums_up_and_draws_what_there_is(
+    error, left, said, monkeypatch, capsys, model_dir, tmp_path
+):
+    cells = Cells(monkeypatch, b2=error)
+    status, out, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path))
+    assert status == left and said in err and cells.met == [1, 2]
+    assert "AR is faster than lookup on: counting, batch 1" in " ".join(out.split())
+    assert {row["work"]["batch"] for row in json.loads((tmp_path / "bench.json").read_text())["rows"]} == {1}
+    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_work_that_the_official_engine_cannot_do_keeps_our_rows(monkeypatch, capsys, model_dir, tmp_path):
+    (tmp_path / "engines").mkdir()
+    with_fake_engines(monkeypatch, tmp_path / "engines")
+    Cells(monkeypatch)
+
+    def fails(*_):
+        raise UserError("official: out of memory")
+
+    monkeypatch.setattr(command, "beside", fails)
+    status, _, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path, "--official", tmp_path))
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert status == 0 and len(results["rows"]) == 6 and results["official"] == [], err
+    assert results["left_out"][0] == (
+        "Left out: counting, batch 1, 8 + 6 tokens, beside the official engine: official: out of memory"
+    )
+
+
+def test_the_official_engine_is_refused_where_ours_would_run_on_a_gpu(monkeypatch, capsys, model_dir, tmp_path):
+    monkeypatch.setattr(command.jax, "default_backend", lambda: "gpu")
+    status, _, err = run(monkeypatch, capsys, "--model", model_dir, "--official", tmp_path)
+    assert status == 2 and "compared on CPUs only" in err and "set JAX_PLATFORMS=cpu" in err
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_it_says_which_completions_are_shorter_than_what_was_asked_for():
@@ -113,13 +223,6 @@ def test_it_says_which_completions_are_shorter_than_what_was_asked_for():
 def test_it_says_where_ar_wins():
     speeds = [speed("ar", 1, 1.0), speed("verified", 1, 2.0), speed("verified", 64, 0.7), speed("lookup", 1, 1.1)]
     assert command.where_ar_wins(speeds) == ["AR is faster than verified on: counting, batch 64, 8 + 6 tokens (0.70x)."]
-
-
-def test_the_official_engine_is_refused_where_ours_would_run_on_a_gpu(monkeypatch, capsys, model_dir, tmp_path):
-    monkeypatch.setattr(command.jax, "default_backend", lambda: "gpu")
-    status, _, err = run(monkeypatch, capsys, "--model", model_dir, "--official", tmp_path)
-    assert status == 2 and "compared on CPUs only" in err and "set JAX_PLATFORMS=cpu" in err
-    assert len(err.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize(

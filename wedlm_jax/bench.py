@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
+import gc
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,14 +18,12 @@ from typing import Annotated, Any, Literal
 
 import jax
 import tyro
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from wedlm_jax import pretrained
-from wedlm_jax.baselines.process import Baseline, Name
+from wedlm_jax.baselines.process import Baseline, EngineEnded, Name
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig, Decoder
@@ -37,6 +35,7 @@ from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
+from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
 from wedlm_jax.evals.sweep import settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
@@ -84,8 +83,23 @@ class Bench:
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
+@dataclasses.dataclass
+class Found:
+    """What a run has come to so far."""
+
+    settings: dict[str, Any]
+    left_out: list[str]  # a line for each length or piece of work that is not in `speeds`
+    speeds: list[Speed] = dataclasses.field(default_factory=list)
+    besides: list[Beside] = dataclasses.field(default_factory=list)
+    rates: Rates | None = None  # of this machine
+
+
 def bench(args: Bench, console: Console) -> list[Speed]:
-    """Runs it, prints a table of each piece of work and where AR wins, and returns the rows."""
+    """Runs it, prints a table of each piece of work and where AR wins, and returns the rows.
+
+    Raises:
+      UserError: no piece of work could be measured, with the reason of the first; or another engine has ended.
+    """
     if args.out is not None:  # before the first forward
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
@@ -100,44 +114,77 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     heading = f"{args.model} in {model.config.dtype} on {device()}"
     console.print(escape(", ".join([heading, f"medians of {args.repeats}", *changes])))
     console.print("\n".join([*left_out, ""]))
-    speeds: list[Speed] = []
-    besides: list[Beside] = []
+    found = Found(settings_as_json(args.decode), [*left_out])
+    try:
+        measure(args, model, decode, configs, work, problems, found, console)
+    finally:  # of a grid that was interrupted too
+        if found.speeds:
+            finish(args, found, console)
+    if not found.speeds:
+        raise UserError(f"nothing could be run: {found.left_out[len(left_out)]}")
+    return found.speeds
+
+
+def measure(
+    args: Bench, model: Model, decode: DecodeConfig, configs: Sequence[DecodeConfig], work: Sequence[Work],
+    problems: dict[str, list[Problem]], found: Found, console: Console,
+) -> None:  # fmt: skip
+    """Adds to `found` one piece of work after the other. One that does not fit in memory is left out, and the next one is run."""
     with contextlib.ExitStack() as stack:
         baselines, official = started(args, work, model, decode, stack)
-        rates = Rates.measured(model.config.dtype)
+        found.rates = Rates.measured(model.config.dtype)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         bar = progress.add_task("", total=len(work))
         for piece in work:
             progress.update(bar, description=str(piece))
-            given = problems[piece.task]
-            of_piece = compare(model, piece, given, configs, rates, repeats=args.repeats, baselines=baselines)
-            speeds += of_piece
-            if official is not None:
-                besides.append(beside(model, official, piece, given, decode, args.repeats))
+            given, what = problems[piece.task], str(piece)
+            reason = None
             # A large grid takes hours: what is measured is shown and saved at once.
-            progress.stop()
-            console.print(table(of_piece))
-            if args.out is not None:
-                save(args, speeds, besides, rates)
+            try:
+                of_piece = compare(model, piece, given, configs, found.rates, repeats=args.repeats, baselines=baselines)
+                found.speeds += of_piece
+                progress.stop()
+                console.print(speed_table(of_piece))
+                progress.start()
+                if official is not None:
+                    what = f"{piece}, beside the official engine"
+                    found.besides.append(beside(model, official, piece, given, decode, args.repeats))
+            except EngineEnded:
+                raise
+            except UserError as error:
+                reason = f"Left out: {what}: {error}"
+            if reason is not None:
+                gc.collect()  # the error's frames hold the arrays that did not fit beside others
+                found.left_out.append(reason)
+                progress.stop()
+                console.print(reason, markup=False)
+                progress.start()
+            if args.out is not None and found.speeds:
+                save(args, found)
             progress.advance(bar)
-            progress.start()
+
+
+def finish(args: Bench, found: Found, console: Console) -> None:
+    """Prints what the measured pieces of work say together, and draws them."""
+    assert found.rates is not None
     console.print(
-        f"This machine was measured at {rates.flops / 1e9:,.0f} GFLOP/s and {rates.bytes / 1e9:,.1f} GB/s: so a forward's "
-        "roofline, which one whose weights stay in a CPU's caches can beat."
+        f"This machine was measured at {found.rates.flops / 1e9:,.0f} GFLOP/s and {found.rates.bytes / 1e9:,.1f} GB/s: so a "
+        "forward's roofline, which one whose weights stay in a CPU's caches can beat."
     )
-    if besides:
-        console.print(beside_table(besides))
+    if found.besides:
+        console.print(beside_table(found.besides))
     for line in [
-        *where_rows_ended_early(speeds),
-        *where_ar_wins([speed for speed in speeds if speed.decoder not in args.baseline]),
-        *where_they_part(besides),
+        *where_rows_ended_early(found.speeds),
+        *where_ar_wins([speed for speed in found.speeds if speed.decoder not in args.baseline]),
+        *where_they_part(found.besides),
     ]:
         console.print(line)
     if args.out is not None:
+        save(args, found)
         with replacing(args.out / "bench.png") as partial:
-            plot_speeds(speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
+            changes = args.decode.changes(Bench.decode)
+            plot_speeds(found.speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
-    return speeds
 
 
 def started(
@@ -194,55 +241,13 @@ def problems_of(name: TaskName) -> list[Problem]:
     return chosen.problems(PROBLEMS, 0)
 
 
-def table(speeds: Sequence[Speed]) -> Table:
-    """The decoders on one piece of work; fits 80 columns."""
-    shown = Table(title=str(speeds[0].work), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("decoder", no_wrap=True)
-    columns = "tokens\n/s", "vs AR", "first\nms", "tokens/\nforward", "p_cache", "forward\nms", "roofline\nms", "as\nAR"
-    for name in columns:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for speed in speeds:
-        shown.add_row(
-            speed.decoder, f"{speed.tokens_per_second:,.0f}", f"{speed.speedup_over_ar:.2f}x",
-            _short(1e3 * speed.first_token_seconds), f"{speed.tokens_per_forward:.2f}", f"{speed.p_cache:.2f}",
-            "-" if math.isnan(speed.forward_milliseconds) else _short(speed.forward_milliseconds),
-            _short(speed.roofline_milliseconds), f"{speed.equal_to_ar}/{speed.work.batch}",
-        )  # fmt: skip
-    return shown
-
-
-def _short(milliseconds: float) -> str:
-    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.0f}"
-
-
-def where_ar_wins(speeds: Sequence[Speed]) -> list[str]:
-    """One line for each decoder that is slower than AR somewhere."""
-    slower: dict[str, list[Speed]] = {}
-    for speed in speeds:
-        if speed.decoder != "ar" and speed.speedup_over_ar < 1:
-            slower.setdefault(speed.decoder, []).append(speed)
-    return [
-        f"AR is faster than {decoder} on: {'; '.join(f'{s.work} ({s.speedup_over_ar:.2f}x)' for s in found)}."
-        for decoder, found in slower.items()
-    ]
-
-
-def where_rows_ended_early(speeds: Sequence[Speed]) -> list[str]:
-    """One line about the work of which some decoder returned less than was asked for, if there is any."""
-    least: dict[Work, float] = {}
-    for speed in speeds:
-        of_row = speed.generated_tokens / speed.work.batch
-        least[speed.work] = min(of_row, least.get(speed.work, of_row))
-    ended = [f"{work} (down to {tokens:.1f} a row)" for work, tokens in least.items() if tokens < work.output_tokens]
-    return [f"Ended sooner: {'; '.join(ended)}. --ignore-end decodes on behind an end token."] if ended else []
-
-
-def save(args: Bench, speeds: Sequence[Speed], besides: Sequence[Beside], rates: Rates) -> None:
-    assert args.out is not None
+def save(args: Bench, found: Found) -> None:
+    assert args.out is not None and found.rates is not None
     results: dict[str, Any] = {
         "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
-        "repeats": args.repeats, "settings": settings_as_json(args.decode), "rates": dataclasses.asdict(rates),
-        "rows": [dataclasses.asdict(speed) for speed in speeds], "official": [dataclasses.asdict(row) for row in besides],
+        "repeats": args.repeats, "settings": found.settings, "rates": dataclasses.asdict(found.rates),
+        "rows": [dataclasses.asdict(speed) for speed in found.speeds],
+        "official": [dataclasses.asdict(row) for row in found.besides], "left_out": found.left_out,
     }  # fmt: skip
     write_json(args.out / "bench.json", results)
 

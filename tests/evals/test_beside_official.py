@@ -5,6 +5,8 @@ import io
 import sys
 from pathlib import Path
 
+import jax
+import pytest
 from rich.console import Console
 
 from tests.baselines.engines import with_fake_engines
@@ -12,6 +14,7 @@ from tests.evals.models import tiny_model
 from tests.evals.test_speed import PROBLEMS
 from wedlm_jax.baselines.process import Baseline
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.errors import UserError
 from wedlm_jax.evals.beside_official import (
     beside,
     beside_table,
@@ -37,6 +40,19 @@ def test_steps_and_tokens_of_both_are_compared(monkeypatch, tmp_path):
     shown = console.file.getvalue()
     assert "same" in shown and "0/2" in shown and max(map(len, shown.splitlines())) <= 80
     assert where_they_part([row]) == [f"{work}: 2 rows part from the official engine's, row 0 at token 0."]
+
+
+def test_what_does_not_fit_in_memory_is_one_line(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr("wedlm_jax.evals.beside_official.PAUSE", 0)
+
+    def exhausted(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.")
+
+    monkeypatch.setattr("wedlm_jax.evals.beside_official.Batch", exhausted)
+    fits_not = pytest.raises(UserError, match="out of memory with a batch of 2")
+    with Baseline("official", sys.executable, Path("x")) as engine, fits_not:
+        beside(tiny_model(), engine, Work("echo", 2, 8, 4), PROBLEMS, DecodeConfig(window_size=4), repeats=1)
 
 
 def test_settings_are_those_of_the_official_engine():

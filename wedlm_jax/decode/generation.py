@@ -84,7 +84,7 @@ def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) 
     """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
     request = make_request(model, prompt, config, row=0, name="prompt")
     pieces = Pieces(model.tokenizer, request.config)
-    with _memory_errors([request]):
+    with memory_errors([request]):
         batch = Batch(model, [request])
         for state, _ in batch.stepwise():
             commit = pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))
@@ -244,7 +244,7 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
 def decode_batch(model: Model, requests: Sequence[Request], trace: bool) -> list[Completion]:
     """Decodes requests of one decoder, refill rule and window bucket as one batch."""
     traces: list[list[dict]] = [[] for _ in requests]
-    with _memory_errors(requests):
+    with memory_errors(requests):
         batch = Batch(model, requests)
         if trace:
             for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
@@ -259,7 +259,7 @@ def decode_batch(model: Model, requests: Sequence[Request], trace: bool) -> list
 
 
 @contextlib.contextmanager
-def _memory_errors(requests: Sequence[Request]) -> Iterator[None]:
+def memory_errors(requests: Sequence[Request]) -> Iterator[None]:
     """Turns the device's out-of-memory error into one line that names what to lower."""
     try:
         yield

@@ -14,7 +14,7 @@ from rich.table import Table
 from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.decode.generation import Batch, make_request, memory_errors
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.evals.row_cost import product_seconds
 from wedlm_jax.evals.speed import Work, prompts_of
@@ -47,7 +47,11 @@ def streaming_as_official(config: DecodeConfig, max_new_tokens: int) -> DecodeCo
 def beside(
     model: Model, official: Baseline, work: Work, problems: Sequence[Problem], config: DecodeConfig, repeats: int
 ) -> Beside:
-    """Both decode the prompts of `work` in turns, `repeats` times after a call that warms up."""
+    """Both decode the prompts of `work` in turns, `repeats` times after a call that warms up.
+
+    Raises:
+      UserError: either does not fit in memory, or the official engine fails otherwise.
+    """
     config = streaming_as_official(config, work.output_tokens)
     prompts = prompts_of(model, problems, work)
     requests = [make_request(model, ids, config, row=row, name="prompt") for row, ids in enumerate(prompts)]
@@ -61,12 +65,13 @@ def beside(
         time.sleep(PAUSE)
         run = official.run(prompts, work.output_tokens, config.stop_ids or (), **rule)
         time.sleep(PAUSE)
-        batch = Batch(model, requests)
-        jax.block_until_ready(batch.state)
-        start = time.perf_counter()
-        state = jax.block_until_ready(batch.run())
-        seconds = time.perf_counter() - start
-        completions = batch.completions(state)
+        with memory_errors(requests):
+            batch = Batch(model, requests)
+            jax.block_until_ready(batch.state)
+            start = time.perf_counter()
+            state = jax.block_until_ready(batch.run())
+            seconds = time.perf_counter() - start
+            completions = batch.completions(state)
         assert run.decode_seconds is not None and run.steps is not None
         steps = run.steps, max(completion.stats.forwards for completion in completions)
         if turn:
