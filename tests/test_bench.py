@@ -10,6 +10,7 @@ from matplotlib import pyplot as plt
 
 from tests.bad_input import full_disk
 from tests.baselines.engines import with_fake_engines
+from tests.decode.test_calibration import FOUND
 from tests.evals.models import tiny_model
 from wedlm_jax import bench as command
 from wedlm_jax.baselines.process import EngineEnded
@@ -202,6 +203,29 @@ def test_work_that_the_official_engine_cannot_do_keeps_our_rows(monkeypatch, cap
     assert results["left_out"][0] == (
         "Left out: counting, batch 1, 8 + 6 tokens, beside the official engine: official: out of memory"
     )
+
+
+def test_settings_are_recorded_as_the_model_resolves_them_and_a_calibration_is_said(monkeypatch, capsys, tmp_path):
+    save(dataclasses.replace(tiny_model(), calibration=FOUND), tmp_path / "model")
+    Cells(monkeypatch)
+
+    def settings(*flags):
+        status, out, err = run(
+            monkeypatch, capsys, *grid(tmp_path / "model", tmp_path, "--decoders", "streaming", "verified", *flags)
+        )
+        assert status == 0, err
+        return json.loads((tmp_path / "bench.json").read_text())["settings"], " ".join(out.split())
+
+    found, out = settings()
+    assert [found[name]["entropy_threshold"] for name in ("streaming", "verified")] == [1.6, 0.7]
+    assert [found[name]["distance_penalty"] for name in ("streaming", "verified")] == [0.3, 0.02]
+    assert found["ar"]["stop_ids"] == list(tiny_model().eos_token_ids) and found["ar"]["max_new_tokens"] == 6
+    assert out.count("Streaming with tau 1.6, lambda 0.3 (calibrated") == 1 and "as given" not in out
+    found, out = settings("--distance-penalty", 0.1)
+    assert found["streaming"]["distance_penalty"] == 0.1
+    assert "But with lambda 0.1, as given, for which no disagreement was measured." in out
+    found, out = settings("--entropy-threshold", "none")
+    assert found["streaming"]["entropy_threshold"] is None and "calibrated" not in out
 
 
 def test_the_official_engine_is_refused_where_ours_would_run_on_a_gpu(monkeypatch, capsys, model_dir, tmp_path):

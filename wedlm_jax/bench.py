@@ -28,9 +28,10 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig, Decoder
 from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.generation import make_request
 from wedlm_jax.engine.memory import cache_bytes
 from wedlm_jax.errors import UserError, entry, writing
-from wedlm_jax.evals.beside_official import Beside, beside, beside_table, where_they_part
+from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_length
@@ -87,7 +88,7 @@ class Bench:
 class Found:
     """What a run has come to so far."""
 
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of each decoder
     left_out: list[str]  # a line for each length or piece of work that is not in `speeds`
     speeds: list[Speed] = dataclasses.field(default_factory=list)
     besides: list[Beside] = dataclasses.field(default_factory=list)
@@ -113,8 +114,13 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     changes = args.decode.changes(Bench.decode)
     heading = f"{args.model} in {model.config.dtype} on {device()}"
     console.print(escape(", ".join([heading, f"medians of {args.repeats}", *changes])))
-    console.print("\n".join([*left_out, ""]))
-    found = Found(settings_as_json(args.decode), [*left_out])
+    most = max(piece.output_tokens for piece in work)
+    named: dict[str, DecodeConfig] = {config.decoder: config for config in configs}
+    if args.official is not None:
+        named["official"] = streaming_as_official(decode, most)
+    settings = {name: settings_as_json(resolved(model, config, most)) for name, config in named.items()}
+    console.print("\n".join([*where_calibrated(model, list(named.values())), *left_out, ""]))
+    found = Found(settings, [*left_out])
     try:
         measure(args, model, decode, configs, work, problems, found, console)
     finally:  # of a grid that was interrupted too
@@ -185,6 +191,28 @@ def finish(args: Bench, found: Found, console: Console) -> None:
             changes = args.decode.changes(Bench.decode)
             plot_speeds(found.speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+
+
+def resolved(model: Model, config: DecodeConfig, max_new_tokens: int) -> DecodeConfig:
+    """The settings with what the model decides of them, its calibration too, and tau and lambda as numbers."""
+    config = dataclasses.replace(config, max_new_tokens=max_new_tokens)
+    config = make_request(model, [0], config, row=0, name="prompt").config
+    tau = None if config.entropy_threshold is None else config.tau
+    return dataclasses.replace(config, entropy_threshold=tau, distance_penalty=config.penalty)
+
+
+def where_calibrated(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
+    """A line about the calibration that streaming takes its settings from, if it does, and one about a lambda that is not its."""
+    calibration = model.calibration
+    used = (
+        [] if calibration is None else [given for config in configs if (given := calibration.apply(config)) != config]
+    )
+    if not used:
+        return []
+    lines = [f"Streaming with {calibration.in_words()}."]
+    if (penalty := used[0].distance_penalty) != calibration.distance_penalty:
+        lines.append(f"But with lambda {penalty:g}, as given, for which no disagreement was measured.")
+    return lines
 
 
 def started(
