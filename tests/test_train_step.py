@@ -210,6 +210,14 @@ def test_bad_fields_are_named(field):
         ObjectiveConfig(**{field: -1})
 
 
+def test_bfloat16_parameters_are_for_the_base_of_an_adapter_alone():
+    half = dataclasses.replace(MODEL, param_dtype="bfloat16")
+    with pytest.raises(UserError, match="model.param_dtype=bfloat16 is for the base of an adapter.*: leave it out"):
+        dataclasses.replace(SETTINGS, model=half)
+    beside = dataclasses.replace(SETTINGS, model=dataclasses.replace(half, adapter=AdapterConfig(rows="all")))
+    assert beside.model.param_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("field", ["ar_loss_weight", "fully_masked", "suffix_masked", "distill_temperature"])
 def test_a_number_that_is_not_finite_is_named(field, value):

@@ -115,6 +115,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         prepare_workdir(experiment, initial, workdir, base)
     barrier("the workdir is prepared")
     model_file = ModelFile.read(workdir)
+    settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
     tokenizer = tokenizer_of(workdir)
     data = experiment.data
     if data.self_generated is not None:
@@ -125,7 +126,6 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         data, tokenizer, objective.block_size, config.batch_size, config.seed,
         process_index=jax.process_index(), process_count=jax.process_count(),
     )  # fmt: skip
-    settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:

@@ -104,6 +104,11 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         self.objective.check_adapter(self.model.adapter)
+        if self.model.adapter is None and self.model.param_dtype != "float32":
+            raise UserError(
+                f"model.param_dtype={self.model.param_dtype} is for the base of an adapter, which stays as it is; most updates "
+                "of a model that is trained itself would round to nothing: leave it out (model.dtype is what it computes in)"
+            )
         if self.only_mask_rows and self.model.position_embedding_type != "rope":
             raise UserError("model.adapter with rows=mask is not implemented for learned absolute positions")
 

@@ -91,7 +91,7 @@ class ModelOverrides:
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
     dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
-    param_dtype: DType | None = None  # None: float32
+    param_dtype: DType | None = None  # None: float32; bfloat16 is for the base of an adapter
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: Literal["none", "dots", "full"] | None = None
     mlp_tile: int | None = None
