@@ -14,6 +14,7 @@ from wedlm_jax import mask_training
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients
+from wedlm_jax.metrics.curves import PANELS
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.mask_rows import capacities
 from wedlm_jax.model.parameters import init_params, transformer_from
@@ -102,6 +103,39 @@ def test_gradients_are_those_of_every_row_in_one_pass(objective):
 @pytest.mark.parametrize("temperature", [1.0, 2.0] if FULL else [2.0])
 def test_the_base_teaches_what_it_says_one_place_before(temperature):
     assert_same(*batch_of(ADAPTED, packed_batch()), targets="distill", temperature=temperature)
+
+
+def plain_text(batch):
+    """Every token is learned, the first of a document too, of which the base says nothing."""
+    return dataclasses.replace(batch, loss_mask=batch.segment_ids > 0)
+
+
+@pytest.mark.parametrize("normalization", ["weights", "tokens"])
+def test_masks_that_no_teacher_speaks_of_count_in_no_mean(normalization):
+    settings = with_objective(targets="distill", fully_masked=1.0, normalization=normalization)
+    batch, state = plain_text(packed_batch()), from_seed(ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=0)
+    _, metrics = compile_step(wedlm_step, settings, one_device_mesh())(state, batch)
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, settings)
+    base, adapter = split_adapter(from_seed(ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=0).all_params)
+    weights = loss_weights(streams, normalization="weights", ar=False)
+    losses = in_two_passes(base, adapter, streams, weights, targets="distill")[2]
+    said = streams.masked[:, 24:] & (streams.positions[:, 24:] > 0)  # gamma is 1 in all blocks
+    assert 0 < said.sum() < streams.masked.sum() and (losses[said] > 0).all() and not losses[~said].any()
+    for name in ("loss", "distillation_loss", "distillation_loss_1.00"):
+        np.testing.assert_allclose(metrics[name], losses[said].mean(), rtol=1e-4, err_msg=name)
+
+
+def test_what_is_distilled_is_not_told_as_the_loss_of_the_data():
+    names = {}
+    for targets in ("data", "distill"):
+        state = from_seed(ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=0)
+        step = compile_step(wedlm_step, with_objective(targets=targets), one_device_mesh())
+        names[targets] = {name for name in step(state, packed_batch())[1] if "_loss" in name}
+    assert {name.replace("distillation", "mlm") for name in names["distill"]} == names["data"]
+    assert not names["distill"] & names["data"]
+    held_out = {f"validation_{name}" for name in names["data"]}  # a cross-entropy of the data, whatever is learned
+    assert all(not (names["distill"] & set(panel) and held_out & set(panel)) for panel in PANELS.values())
+    assert names["distill"] <= {name for panel in PANELS.values() for name in panel}
 
 
 @pytest.mark.parametrize("learned", ["none", "few", "all"])

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import ModelFile
-from wedlm_jax.diffusion.dual_stream import visibility
+from wedlm_jax.diffusion.dual_stream import next_token_targets, visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
@@ -261,6 +261,22 @@ def test_useful_flops_are_those_of_the_parameters_the_losses_and_the_visible_pai
     np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
 
 
+def test_useful_flops_of_an_adapter_of_all_rows_make_no_gradients_of_its_base():
+    model = dataclasses.replace(MODEL, adapter=AdapterConfig(rank=2, rows="all"))
+    settings, batch = dataclasses.replace(SETTINGS, model=model), packed_batch()
+    state = from_seed(model, settings.optimizer, one_device_mesh(), seed=0)
+    base = sum(x.size for name, x in state.frozen.items() if name != "embed.embedding")
+    own = sum(x.size for x in state.params.values())
+    rows, heads = (batch.segment_ids > 0).sum(), MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
+    pairs = np.where(batch.segment_ids > 0, batch.positions + 1, 0).sum()
+    loss_rows = next_token_targets(*(jnp.asarray(x) for x in (batch.tokens, batch.loss_mask, batch.segment_ids)))[
+        1
+    ].sum()
+    expected = (4 * base + 6 * own) * rows + 4 * 320 * 16 * loss_rows + 12 * heads * pairs
+    _, metrics = compile_step(ar_step, settings, one_device_mesh())(state, batch)
+    np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)
+
+
 def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
     adapter = AdapterConfig(rank=2)
     model, objective = dataclasses.replace(MODEL, adapter=adapter), SETTINGS.objective
@@ -277,6 +293,7 @@ def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
     own = sum(x.size for name, x in state.params.items() if name != "mask_embedding")
     heads = MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
     expected = 2 * base * (2 * real.sum() + masks.sum()) + 6 * own * masks.sum() + 6 * 320 * 16 * masks.sum()
-    expected += 4 * heads * seen.sum() + 8 * heads * (seen & masks[:, :, None]).sum()
+    by_masks = seen & masks[:, :, None]  # backward: scores and queries of each pair, keys and values of masks alone
+    expected += 4 * heads * (seen.sum() + by_masks.sum() + (by_masks & masks[:, None, :]).sum())
     _, metrics = compile_step(wedlm_step, settings, one_device_mesh())(state, batch)
     np.testing.assert_allclose(metrics["useful_flops"], expected, rtol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -14,7 +15,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.frozen_head import cross_entropy_of_targets, divergence_from_teacher
 from wedlm_jax.model.mask_rows import Chosen, Frozen, Prediction, capacities, least_holding, run_frozen, run_masks
 from wedlm_jax.model.parameters import transformer_from
-from wedlm_jax.model.patterns import document_starts
+from wedlm_jax.model.patterns import DualStream, document_starts
 
 Params = dict[str, jax.Array]
 
@@ -71,6 +72,22 @@ def mask_gradients(
         return gradients, value, jnp.zeros(weights.mlm.shape, jnp.float32).at[rows, masks.rows].set(losses)
 
     return jax.lax.switch(least_holding(prediction.masked), [functools.partial(run, c) for c in capacities(L)])
+
+
+def taught(streams: DualStreamBatch) -> DualStreamBatch:
+    """The batch with those masks and learned tokens alone that the base says something of: nothing is before the first token of
+    a document. It is for counting; a mask there is a row of the model like any other."""
+    said = streams.positions > 0
+    return dataclasses.replace(
+        streams, masked=streams.masked & said, learned=streams.learned & said[:, : streams.learned.shape[1]]
+    )
+
+
+def pairs_of_masks(streams: DualStreamBatch, block_size: int) -> tuple[jax.Array, jax.Array]:
+    """How many pairs of rows there are of which the first, a mask, sees the second; and of how many the second is a mask too."""
+    place = DualStream(streams.segment_ids, block_size).physical_index(streams.masked.shape[1])
+    of_block = jnp.sum(streams.masked.reshape(-1, block_size), axis=1, dtype=jnp.float32)
+    return jnp.sum(jnp.where(streams.masked, place + 1.0, 0.0)), jnp.sum(of_block * (of_block + 1)) / 2
 
 
 def teacher_of(of_base: Frozen, prediction: Prediction, masks: Chosen) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from wedlm_jax.diffusion.corruption import corrupt, corrupt_documents
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, next_token_targets
 from wedlm_jax.diffusion.losses import LossWeights, Normalization, ar_loss_weights, loss_weights, wedlm_loss
 from wedlm_jax.errors import UserError
-from wedlm_jax.mask_training import Targets, mask_gradients
+from wedlm_jax.mask_training import Targets, mask_gradients, pairs_of_masks, taught
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.flops import mask_training_flops, training_flops
@@ -55,7 +55,9 @@ class ObjectiveConfig:
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first free row of the vocabulary
     fully_masked: float = 0.0  # the share of blocks of which every token is masked, as of a fresh window
     suffix_masked: float = 0.0  # the share of blocks masked from some token on, as of a window that begins with drafts
-    targets: Targets = "data"  # "distill": the base's own distribution, for an adapter of mask rows
+    # "distill": the base's own distribution, for an adapter of mask rows. The loss is then `distillation_loss`, not `mlm_loss`;
+    # on held-out data it stays the cross-entropy of what stands there, `validation_mlm_loss`.
+    targets: Targets = "data"
     distill_temperature: float = 1.0  # that both distributions are divided by
 
     def __post_init__(self) -> None:
@@ -120,24 +122,27 @@ class StepSettings:
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
     streams = corrupted_streams(state.step, batch, settings)
+    distils = settings.objective.targets == "distill"
+    counted = taught(streams) if distils else streams
     # Of the whole batch, before it is split.
     with_ar = settings.objective.ar_loss_weight > 0
-    weights = loss_weights(streams, normalization=settings.objective.normalization, ar=with_ar)
+    weights = loss_weights(counted, normalization=settings.objective.normalization, ar=with_ar)
     if settings.only_mask_rows:
         run = functools.partial(mask_rows_alone, state, settings=settings)
         gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
     else:
         loss = functools.partial(wedlm_forward, settings=settings)
         gradients, metrics = accumulate(loss, state, (streams, weights), settings.micro_batches)
-    for name, masked in masked_by_ratio(streams).items():
+    for name, masked in masked_by_ratio(counted).items():
         count = jnp.sum(masked)
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
     if not with_ar:
         del metrics["ar_loss"]
+    if distils:  # another quantity than the cross-entropy of the data, and so under another name
+        metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    place = DualStream(streams.segment_ids, settings.objective.block_size).physical_index(streams.masked.shape[1])
-    mask_pairs = jnp.sum(jnp.where(streams.masked, place + 1.0, 0.0))
-    rows = row_metrics(batch, settings, streams=2, loss_rows=loss_rows, mask_pairs=mask_pairs)
+    pairs = pairs_of_masks(streams, settings.objective.block_size)
+    rows = row_metrics(batch, settings, streams=2, loss_rows=loss_rows, of_masks=pairs)
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -318,19 +323,14 @@ def update(
 
 
 def row_metrics(
-    batch: PackedBatch,
-    settings: StepSettings,
-    *,
-    streams: int,
-    loss_rows: jax.Array,
-    mask_pairs: jax.Array | float = 0.0,
+    batch: PackedBatch, settings: StepSettings, *, streams: int, loss_rows: jax.Array, of_masks: tuple = (0.0, 0.0)
 ) -> Metrics:
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
       streams: how often each token runs through the layers. Each stream is one causal attention over its documents.
       loss_rows: rows whose logits a loss reads.
-      mask_pairs: pairs of rows that see each other, of which the first is a mask.
+      of_masks: as `pairs_of_masks`, of which an adapter of mask rows makes gradients.
     """
     real = batch.segment_ids > 0
     tokens = jnp.sum(real)
@@ -342,7 +342,7 @@ def row_metrics(
     )
     if settings.only_mask_rows:
         distils = settings.objective.targets == "distill"
-        flops = mask_training_flops(settings.model, **counts, mask_pairs=mask_pairs, distils=distils)
+        flops = mask_training_flops(settings.model, **counts, of_masks=of_masks, distils=distils)
     else:
         flops = training_flops(settings.model, **counts)
     return {"tokens": tokens, "padding_share": 1.0 - tokens / batch.segment_ids.size, "useful_flops": flops}

@@ -18,12 +18,16 @@ PANELS: dict[str, tuple[str, ...]] = {
     "AR loss, held out dashed": ("ar_loss", "validation_ar_loss"),
     "MLM loss, held out dashed": ("mlm_loss", "validation_mlm_loss"),
     "MLM loss by mask ratio (up to)": ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00"),
+    "distillation loss": ("distillation_loss",),
+    "distillation loss by mask ratio (up to)": (
+        "distillation_loss_0.25", "distillation_loss_0.50", "distillation_loss_0.75", "distillation_loss_1.00",
+    ),
     "gradient norm": ("grad_norm",),
     "learning rate": ("learning_rate",),
     "padding share": ("padding_share",),
     "tokens per second": ("tokens_per_second",),
     "MFU": ("mfu",),
-}
+}  # fmt: skip
 _STYLES = ("-", "--", ":", "-.")
 _LOGARITHMIC = ("gradient norm",)
 
