@@ -220,10 +220,10 @@ def test_settings_are_recorded_as_the_model_resolves_them_and_a_calibration_is_s
     assert [found[name]["entropy_threshold"] for name in ("streaming", "verified")] == [1.6, 0.7]
     assert [found[name]["distance_penalty"] for name in ("streaming", "verified")] == [0.3, 0.02]
     assert found["ar"]["stop_ids"] == list(tiny_model().eos_token_ids) and found["ar"]["max_new_tokens"] == 6
-    assert out.count("Streaming with tau 1.6, lambda 0.3 (calibrated") == 1 and "as given" not in out
+    assert out.count("streaming with tau 1.6, lambda 0.3 (calibrated") == 1 and "as given" not in out
     found, out = settings("--distance-penalty", 0.1)
     assert found["streaming"]["distance_penalty"] == 0.1
-    assert "But with lambda 0.1, as given, for which no disagreement was measured." in out
+    assert "but with lambda 0.1, as given, window_size 16, for which no disagreement was measured" in out
     found, out = settings("--entropy-threshold", "none")
     assert found["streaming"]["entropy_threshold"] is None and "calibrated" not in out
 

@@ -119,7 +119,8 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if args.official is not None:
         named["official"] = streaming_as_official(decode, most)
     settings = {name: settings_as_json(resolved(model, config, most)) for name, config in named.items()}
-    console.print("\n".join([*where_calibrated(model, list(named.values())), *left_out, ""]))
+    used = [] if model.calibration is None else [model.calibration.in_use(config) for config in named.values()]
+    console.print("\n".join([*next(filter(None, used), []), *left_out, ""]))
     found = Found(settings, [*left_out])
     try:
         measure(args, model, decode, configs, work, problems, found, console)
@@ -199,20 +200,6 @@ def resolved(model: Model, config: DecodeConfig, max_new_tokens: int) -> DecodeC
     config = make_request(model, [0], config, row=0, name="prompt").config
     tau = None if config.entropy_threshold is None else config.tau
     return dataclasses.replace(config, entropy_threshold=tau, distance_penalty=config.penalty)
-
-
-def where_calibrated(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
-    """A line about the calibration that streaming takes its settings from, if it does, and one about a lambda that is not its."""
-    calibration = model.calibration
-    used = (
-        [] if calibration is None else [given for config in configs if (given := calibration.apply(config)) != config]
-    )
-    if not used:
-        return []
-    lines = [f"Streaming with {calibration.in_words()}."]
-    if (penalty := used[0].distance_penalty) != calibration.distance_penalty:
-        lines.append(f"But with lambda {penalty:g}, as given, for which no disagreement was measured.")
-    return lines
 
 
 def started(

@@ -119,7 +119,8 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
-    tell_calibration(model, args.decode)
+    for line in model.calibration.in_use(args.decode) if model.calibration is not None else ():
+        print(line, file=sys.stderr)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
 
 
@@ -138,15 +139,6 @@ def draw(of: Task, limit: int, seed: int) -> list[Problem]:
     raise UserError(
         f"task {of.name} has no held-out problem to give; lower evaluation.text_prompt_characters or add files"
     )
-
-
-def tell_calibration(model: Model, config: DecodeConfig) -> None:
-    """Says so where a calibration of the model changes what `config` decodes by."""
-    if model.calibration is None or (used := model.calibration.apply(config)) == config:
-        return
-    print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
-    if used.distance_penalty != model.calibration.distance_penalty:
-        print(f"but with lambda {used.penalty:g}, as given, for which no disagreement was measured", file=sys.stderr)
 
 
 def load_exact(path: str, adapter: str | None = None) -> Model:

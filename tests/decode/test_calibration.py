@@ -68,13 +68,16 @@ def test_it_fills_in_what_streaming_leaves_open_and_nothing_else():
 
 def test_it_knows_for_which_settings_its_disagreement_was_measured():
     measured = dict(distance_penalty=0.3, window_size=4)
-    assert FOUND.unmeasured(DecodeConfig(**measured, max_new_tokens=7, seed=3)) == []
+    calibrated = f"streaming with {FOUND.in_words()}"
+    assert FOUND.in_use(DecodeConfig(**measured, max_new_tokens=7, seed=3)) == [calibrated]
+    assert FOUND.in_use(DecodeConfig("verified")) == FOUND.in_use(DecodeConfig(entropy_threshold=0.4)) == []
     for change, named in (
         (dict(distance_penalty=0.1), "lambda 0.1, as given"),
         (dict(window_size="auto"), "window_size 16"),
         (dict(temperature=0.5), "temperature 0.5"),
     ):
-        assert FOUND.unmeasured(DecodeConfig(**{**measured, **change})) == [named]
+        unmeasured = f"but with {named}, for which no disagreement was measured"
+        assert FOUND.in_use(DecodeConfig(**{**measured, **change})) == [calibrated, unmeasured]
 
 
 def test_a_calibrated_model_decodes_by_it():

@@ -47,14 +47,20 @@ class Calibration:
         penalty = self.distance_penalty if config.distance_penalty == "auto" else config.distance_penalty
         return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
 
-    def unmeasured(self, config: DecodeConfig) -> list[str]:
-        """The settings of a request, resolved, with which the disagreement may be another one, in words."""
+    def in_use(self, config: DecodeConfig) -> list[str]:
+        """Lines that say that settings, as they were given, take tau and lambda from here, and with which others the disagreement
+        may be another one; none where they do not."""
+        used = self.apply(config)
+        if used == config:
+            return []
         settings = {
-            f"lambda {config.penalty:g}, as given": config.penalty != self.distance_penalty,
-            f"window_size {config.window}": config.window != self.window_size,
-            f"temperature {config.temperature:g}": config.temperature > 0,
+            f"lambda {used.penalty:g}, as given": used.penalty != self.distance_penalty,
+            f"window_size {used.window}": used.window != self.window_size,
+            f"temperature {used.temperature:g}": used.temperature > 0,
         }
-        return [setting for setting, differs in settings.items() if differs]
+        unmeasured = ", ".join(setting for setting, differs in settings.items() if differs)
+        but = [f"but with {unmeasured}, for which no disagreement was measured"] if unmeasured else []
+        return [f"streaming with {self.in_words()}", *but]
 
     def in_words(self) -> str:
         """One line for people."""

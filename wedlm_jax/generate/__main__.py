@@ -68,10 +68,8 @@ def generate(args: Generate) -> None:
     prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
-    if requests[0].config.entropy_threshold != args.decode.entropy_threshold:
-        print(f"streaming with {model.calibration.in_words()}", file=sys.stderr)
-        if unmeasured := model.calibration.unmeasured(requests[0].config):
-            print(f"but with {', '.join(unmeasured)}, for which no disagreement was measured", file=sys.stderr)
+    for line in model.calibration.in_use(args.decode) if model.calibration is not None else ():
+        print(line, file=sys.stderr)
     completions: Iterable[Completion] = track(
         decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
         disable=len(requests) <= args.batch_size,
