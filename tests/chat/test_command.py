@@ -16,6 +16,7 @@ from rich.console import Console
 from wedlm_jax import DecodeConfig, Engine, generate, load, save
 from wedlm_jax.chat import __main__ as command
 from wedlm_jax.decode.prompts import encode_prompt, render_messages
+from wedlm_jax.engine import rows
 
 from ..evals.models import tiny_model
 from ..test_notebooks import CHATML
@@ -117,6 +118,13 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(piped, monkeypatch):
     reasons = re.findall(r"\[(\w+); (\d+) tokens", shown.err)
     assert reasons[0] == ("cancelled", "16") and reasons[1][0] != "cancelled"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_length_of_a_system_prompt_is_compiled_before_the_first_answer(piped, monkeypatch):
+    prefilled, prefill = [], rows.prefill_behind
+    monkeypatch.setattr(rows, "prefill_behind", lambda *a, **k: prefilled.append(k["chunk"]) or prefill(*a, **k))
+    piped("hi", flags=("--system", "You are an owl. " * 4, "--max-new-tokens", "2"))
+    assert len(prefilled) == 3 and 32 < prefilled[-1] in prefilled[:-1] and 32 in prefilled[:-1]
 
 
 def test_on_a_terminal_an_error_is_shown_and_the_conversation_goes_on(folder, monkeypatch):

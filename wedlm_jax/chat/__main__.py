@@ -25,11 +25,14 @@ from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
+from wedlm_jax.decode.generation import bucket
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 
-SMALLEST_CONTEXT = 3  # two tokens of a prompt and one of an answer, with which everything is compiled
+SMALLEST_CONTEXT = (
+    3  # two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,12 @@ def chat(args: Chat, console: Console) -> None:
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
     )
-    with notes.status("compiling"):  # the first answer is not timed with it; of two tokens one is prefilled
-        engine.submit([0, 0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
+    # Answers are not timed with compilation: of the first prompt, unless the first line is long, and of short turns behind it.
+    first = min(len(conversation.prompt("Hello")), engine.context - 1)
+    lengths = {bucket(length): length for length in (SMALLEST_CONTEXT - 1, first)}.values()
+    with notes.status("compiling"):
+        for token, length in enumerate(lengths):  # another token each: nothing is used again
+            engine.submit([token] * length, dataclasses.replace(args.decode, max_new_tokens=1)).result()
     for said in spoken(console):
         if said == "/quit":
             return
