@@ -9,10 +9,13 @@ import jax
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, generate
+from wedlm_jax.decode.generation import verification
 from wedlm_jax.decode.loop import run_steps
 from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.engine import QueueFull, programs
+from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
+from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
@@ -86,6 +89,37 @@ def test_rows_are_handed_on_in_the_order_of_arrival():
     assert [t.status for t in tickets] == ["running", "done", "running", "running", "waiting"]
     served.run()
     assert [t.completion.finish_reason for t in tickets] == ["length", "cancelled", "length", "length", "length"]
+
+
+def test_a_step_looks_at_no_more_requests_than_it_starts_however_many_wait(monkeypatch):
+    """One of each group that is full, and their settings never again."""
+    served = engine(reciter("abcdefgh"))
+    configs = [settings("ar", max_new_tokens=8, stop_ids=stop_ids) for stop_ids in (None, tuple(range(200, 209)))]
+    tickets = [served.submit("x", config) for _ in range(10) for config in configs]
+    served.step()
+    looked, idle = [], RowGroup.idle.fget
+    monkeypatch.setattr(RowGroup, "idle", property(lambda group: looked.append(group) or idle(group)))
+    monkeypatch.setattr(DecodeConfig, "program", lambda *_: pytest.fail("the settings are known"))
+    served.step()
+    assert len(looked) == 2
+    tickets[7].cancel()
+    monkeypatch.undo()
+    served.run()
+    assert [t.completion.text for t in tickets] == ["" if i == 7 else "abcdefgh" for i in range(20)]
+
+
+def test_what_the_chain_said_is_made_once_of_the_last_run(monkeypatch):
+    """Of a cancelled request too. Each run's text is decoded once, also where stop strings are looked for."""
+    made, looked, decode = [], [], tokenizer().decode
+    monkeypatch.setattr(rows_module, "verification", lambda *a: made.append(a[-1]) or verification(*a))
+    served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8, stop=("never",))
+    monkeypatch.setattr(served.model.tokenizer, "decode", lambda ids: looked.append(len(ids)) or decode(ids))
+    whole = served.submit("x", config).result()
+    assert made == [8] and looked == [2, 4, 6, 8, 8]  # the last is the completion's
+    ticket = served.submit("x", config)
+    served.step()
+    ticket.cancel()
+    assert made == [8, 2] and ticket.result().log_probs == whole.log_probs[:2] != []
 
 
 def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_widest():

@@ -216,12 +216,12 @@ class Batch:
         """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read
         too: the string may have come before it."""
         stop = self.requests[row].config.stop
-        return ids_up_to_stop(self.model.tokenizer, ids, stop, checked) if stop else None
+        return ids_up_to_stop(self.model.tokenizer.decode, ids, stop, checked) if stop else None
 
 
 def completion(model: Model, config: DecodeConfig, ids: list[int], reason: FinishReason, stats: Stats) -> Completion:
     """A finished row as it is handed out. `config.stop_ids` is resolved."""
-    text = None if model.tokenizer is None else text_of(model.tokenizer, ids, config, finished=True)
+    text = None if model.tokenizer is None else text_of(model.tokenizer.decode, ids, config, finished=True)
     return Completion(ids, reason, stats, text)
 
 

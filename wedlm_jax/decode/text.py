@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from wedlm_jax.decode.config import DecodeConfig
+
+Decode = Callable[[list[int]], str]  # of a tokenizer: the text of ids
 
 
 class Commit(NamedTuple):
@@ -21,12 +23,17 @@ class Pieces:
     def __init__(self, tokenizer: Any | None, config: DecodeConfig):
         self._tokenizer, self._config = tokenizer, config
         self._sent_ids, self._sent_text = 0, ""
+        self._decoded = (0, "")  # the last text, and of how many ids: a row only grows
+
+    def up_to_stop(self, ids: list[int]) -> int | None:
+        """`ids_up_to_stop` for what `next` gets after it. There is a tokenizer."""
+        return ids_up_to_stop(self._decode, ids, self._config.stop, checked=self._sent_ids)
 
     def next(self, ids: list[int], finished: bool) -> Commit | None:
         """What is new in `ids`, all that the row has committed so far; None if that is nothing."""
         text = None
         if self._tokenizer is not None:
-            text = text_of(self._tokenizer, ids, self._config, finished)
+            text = text_of(self._decode, ids, self._config, finished)
             text = text if finished else _stable_prefix(text, self._config.stop)
         piece = None if text is None else text[len(self._sent_text) :]
         if len(ids) == self._sent_ids and not piece:
@@ -35,19 +42,25 @@ class Pieces:
         self._sent_ids, self._sent_text = len(ids), text or ""
         return commit
 
+    def _decode(self, ids: list[int]) -> str:
+        if self._decoded[0] != len(ids):
+            assert self._tokenizer is not None
+            self._decoded = len(ids), self._tokenizer.decode(ids)
+        return self._decoded[1]
 
-def text_of(tokenizer: Any, ids: list[int], config: DecodeConfig, finished: bool) -> str:
+
+def text_of(decode: Decode, ids: list[int], config: DecodeConfig, finished: bool) -> str:
     """The text of `ids` without a final stop id, cut before the first stop string. `config.stop_ids` is resolved."""
     if finished and ids and ids[-1] in (config.stop_ids or ()):
         ids = ids[:-1]
-    text = tokenizer.decode(ids)
+    text = decode(ids)
     return text[: _first_stop(text, config.stop)]
 
 
-def ids_up_to_stop(tokenizer: Any, ids: list[int], stop: Sequence[str], checked: int = 0) -> int | None:
+def ids_up_to_stop(decode: Decode, ids: list[int], stop: Sequence[str], checked: int) -> int | None:
     """The fewest leading ids whose text holds a stop string, or None. The first `checked` are known to hold none."""
     # Half a character is no text yet: whether it is met would depend on how many tokens come at once.
-    holds_stop = lambda count: _first_stop(_whole_characters(tokenizer.decode(ids[:count])), stop) is not None  # noqa: E731
+    holds_stop = lambda count: _first_stop(_whole_characters(decode(ids[:count])), stop) is not None  # noqa: E731
     if not holds_stop(len(ids)):
         return None
     return next(filter(holds_stop, range(checked + 1, len(ids) + 1)))

@@ -79,7 +79,8 @@ class Engine:
         self.context = context
         self._num_rows, self._steps = rows, steps
         self._queue, self._cache_limit, self._mend = queue, cache_limit, mend
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: dict[tuple, deque[Ticket]] = {}  # by the group that they need, in the order of arrival
+        self._arrivals = itertools.count()
         self._groups: dict[tuple, RowGroup] = {}
         self._reserved: dict[tuple, list[Arrival]] = {}
         self._admitted = 0
@@ -87,7 +88,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests that have no row yet."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def running(self) -> int:
@@ -129,16 +130,16 @@ class Engine:
                 f"context={self.context}; shorten the prompt, or lower max_new_tokens, or raise context"
             )
         self._require_memory(config)
-        if len(self._waiting) >= self._queue:
+        if self.waiting >= self._queue:
             if not wait:
                 raise QueueFull(
                     f"{name}: {self._queue} requests wait already, the most that queue={self._queue} allows; "
                     "run the engine, raise queue, or submit with wait=True"
                 )
-            while len(self._waiting) >= self._queue:
+            while self.waiting >= self._queue:
                 self.step()
-        ticket = Ticket(self, request)
-        self._waiting.append(ticket)
+        ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
+        self._waiting.setdefault(ticket.group, deque()).append(ticket)
         return ticket
 
     def step(self) -> bool:
@@ -156,7 +157,7 @@ class Engine:
             with self._memory_of(key):
                 if key in self._groups:
                     self._groups[key].collect()
-        return bool(self._waiting) or any(group.busy for group in self._groups.values())
+        return self.waiting > 0 or any(group.busy for group in self._groups.values())
 
     def run(self) -> None:
         """Steps until every request is done."""
@@ -165,8 +166,8 @@ class Engine:
 
     def withdraw(self, ticket: Ticket) -> None:
         """Takes a request out of the queue or off its row; `Ticket.cancel` is what callers want."""
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
+        if ticket in self._waiting[ticket.group]:
+            self._waiting[ticket.group].remove(ticket)
         for group in self._groups.values():
             group.withdraw(ticket)
 
@@ -175,27 +176,27 @@ class Engine:
 
     def _admit(self) -> None:
         """In the order of arrival, but past requests whose own group is full."""
-        kept: deque[Ticket] = deque()
-        while self._waiting:
-            ticket = self._waiting.popleft()
-            key = self._key(ticket.request.config)
+        full: set[tuple] = set()
+        while first := [tickets[0] for key, tickets in self._waiting.items() if tickets and key not in full]:
+            ticket = min(first, key=lambda ticket: ticket.arrival)
+            key = ticket.group
+            if key in self._groups and not self._groups[key].idle:
+                full.add(key)
+                continue
+            self._waiting[key].popleft()
             with self._memory_of(key, ticket):
                 if key not in self._groups:
                     self._start()  # of a group that is closed now no row may be copied any more
                     if not self._open(key, ticket.request.config):
                         # It waits for memory. So do all behind it, or a group that is never idle would starve it.
-                        kept.append(ticket)
+                        self._waiting[key].appendleft(ticket)
                         break
-                if idle := self._groups[key].idle:
-                    self._reserve(ticket, key, idle)
-                else:
-                    kept.append(ticket)
+                self._reserve(ticket, self._groups[key].idle)
         self._start()
-        self._waiting.extendleft(reversed(kept))
 
-    def _reserve(self, ticket: Ticket, key: tuple, idle: list[int]) -> None:
+    def _reserve(self, ticket: Ticket, idle: list[int]) -> None:
         """Gives a row to a request, which starts together with others; these start first where their rows have to do with it."""
-        group, prompt = self._groups[key], ticket.request.prompt
+        group, prompt = self._groups[ticket.group], ticket.request.prompt
         row = choose_row(prompt, idle, [row.tokens for row in group.rows], [row.used for row in group.rows])
         places = [(other, number) for other in self._groups.values() for number in range(self._num_rows)]
         best, shared = longest_prefix(prompt, [other.rows[number].tokens for other, number in places])
@@ -204,10 +205,10 @@ class Engine:
             overwrites = (other.group, other.row) == source or (group, row) == (other.source, other.source_row)
             if overwrites or shared_length(prompt, other.ticket.request.prompt) >= shared + WORTH_WAITING:
                 self._start()
-                self._waiting.appendleft(ticket)  # to look again at what the rows hold then
+                self._waiting[ticket.group].appendleft(ticket)  # to look again at what the rows hold then
                 return
         self._admitted += 1
-        self._reserved.setdefault(key, []).append(group.reserve(ticket, row, *source, shared, self._admitted))
+        self._reserved.setdefault(ticket.group, []).append(group.reserve(ticket, row, *source, shared, self._admitted))
 
     def _start(self) -> None:
         """Starts the requests that have been given a row."""

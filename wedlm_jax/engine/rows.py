@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -195,7 +196,8 @@ class RowGroup:
         if reason is not None:
             self._free(number)
         stats = Stats(len(ids), int(state.forwards[number]), int(state.processed[number]))
-        ticket.update(ids, window, stats, verification(ticket.request.config, state, number, len(ids)), reason)
+        said = functools.partial(verification, ticket.request.config, state, number, len(ids))
+        ticket.update(ids, window, stats, said, reason)
 
     def _free(self, number: int) -> None:
         self.rows[number].ticket = None

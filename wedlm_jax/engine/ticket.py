@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
 from wedlm_jax.decode.generation import Request, completion
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
-from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop
+from wedlm_jax.decode.text import Commit, Pieces
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
@@ -34,10 +34,12 @@ class Ticket:
       stats: counters so far.
       reused_tokens: tokens of the prompt that were not prefilled, because a row held them already.
       completion: what came out; None while the request waits or runs.
+      group, arrival: the key of the rows that it needs, and its place in the order of arrival.
     """
 
-    def __init__(self, engine: Driver, request: Request):
+    def __init__(self, engine: Driver, request: Request, group: tuple, arrival: int):
         self._engine, self.request = engine, request
+        self.group, self.arrival = group, arrival
         self.ids: list[int] = []
         self.window: list[int | None] = []
         self.stats = Stats(0, 0, 0)
@@ -45,7 +47,7 @@ class Ticket:
         self.completion: Completion | None = None
         self.error: UserError | None = None
         self.waits = True
-        self._verification: dict[str, Any] = {}  # fields of the completion: what the AR chain said
+        self._verification: Callable[[], dict[str, Any]] = dict  # fields of the completion: what the AR chain said
         self._commits: deque[Commit] = deque()
         self._pieces = Pieces(engine.model.tokenizer, request.config)
 
@@ -99,18 +101,18 @@ class Ticket:
 
     def stop_string_at(self, ids: list[int]) -> int | None:
         """The fewest of `ids`, all that the row has emitted, whose text holds a stop string; or None."""
-        stop = self.request.config.stop
-        return ids_up_to_stop(self._engine.model.tokenizer, ids, stop, checked=len(self.ids)) if stop else None
+        return self._pieces.up_to_stop(ids) if self.request.config.stop else None
 
     def update(
         self,
         ids: list[int],
         window: list[int | None],
         stats: Stats,
-        verification: dict[str, Any],
+        verification: Callable[[], dict[str, Any]],
         reason: FinishReason | None,
     ) -> None:
-        """Takes over what a run of steps has brought. `ids` are all that are committed."""
+        """Takes over what a run of steps has brought. `ids` are all that are committed; `verification` is asked for where they
+        are the last, before the next run."""
         self.ids, self.window, self.stats, self._verification = ids, window, stats, verification
         if reason is not None:
             self._finish(reason)
@@ -118,11 +120,12 @@ class Ticket:
             self._commits.append(commit)
 
     def fail(self, error: UserError) -> None:
-        self.error, self.window = error, []
+        self.error, self.window, self._verification = error, [], dict
 
     def _finish(self, reason: FinishReason) -> None:
         self.window = []
         plain = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
-        self.completion = dataclasses.replace(plain, **self._verification)
+        self.completion = dataclasses.replace(plain, **self._verification())
+        self._verification = dict  # what it read, the state of all rows, is not held any longer
         if commit := self._pieces.next(self.ids, finished=True):
             self._commits.append(commit)
