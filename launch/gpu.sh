@@ -6,7 +6,8 @@
 #   WEDLM_COORDINATOR=host0:12345 WEDLM_NUM_PROCESSES=2 WEDLM_PROCESS_ID=1 launch/gpu.sh ...    on host1
 #
 # One process drives all GPUs of its machine, so on one machine no variable is needed. It is started again, up to
-# WEDLM_RESTARTS (10) times, unless it ends well or with bad input (status 2): the run goes on from its last checkpoint.
+# WEDLM_RESTARTS (10) times, whatever it died of: the run goes on from its last checkpoint. It is not where it ended well,
+# with bad input (status 2), by Ctrl-C or by a SIGTERM that was not waited for (130, 143).
 set -euo pipefail
 
 dry=false
@@ -25,12 +26,20 @@ if $dry; then
   exit
 fi
 
+interrupted=false
+trap 'interrupted=true' INT # the process hears it too, and saves
 for ((try = 0; ; try++)); do
   status=0
   "${command[@]}" || status=$?
-  if ((status == 0 || status == 2 || status >= 128 || try >= ${WEDLM_RESTARTS:-10})); then
+  case "$status" in
+    0 | 2 | 130 | 143) exit "$status" ;;
+  esac
+  if $interrupted || ((try >= ${WEDLM_RESTARTS:-10})); then
     exit "$status"
   fi
   echo "ended with status $status; starting again ($((try + 1)) of ${WEDLM_RESTARTS:-10})" >&2
-  sleep "${WEDLM_RESTART_SECONDS:-10}"
+  sleep "${WEDLM_RESTART_SECONDS:-10}" || true
+  if $interrupted; then
+    exit "$status"
+  fi
 done

@@ -1,8 +1,11 @@
 """Every launch script parses, runs dry, and hands the training command flags that exist."""
 
+import os
 import re
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -73,15 +76,48 @@ def test_the_readme_names_every_script():
         assert f"`{script.name}`" in text, script.name
 
 
-@pytest.mark.parametrize(("status", "runs"), [(0, 1), (2, 1), (75, 3)])
-def test_a_gpu_box_starts_again_after_a_death_but_not_after_bad_input(tmp_path, status, runs):
-    counted = tmp_path / "runs"
-    fake = tmp_path / "python"
-    fake.write_text(f'#!/usr/bin/env bash\necho "$@" >> {counted}\nexit {status}\n')
+def fake_python(folder: Path, *lines: str) -> Path:
+    """Notes its arguments in `folder`/runs before it does what `lines` say."""
+    fake = folder / "python"
+    fake.write_text("\n".join(["#!/usr/bin/env bash", f'echo "$@" >> {folder}/runs', *lines, ""]))
     fake.chmod(0o755)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ("status", "runs"), [(0, 1), (2, 1), (130, 1), (143, 1), (1, 3), (75, 3), (134, 3), (137, 3), (139, 3)]
+)
+def test_a_gpu_box_starts_again_after_a_death_but_not_after_bad_input(tmp_path, status, runs):
+    fake = fake_python(tmp_path, f"exit {status}")
     done = run("gpu.sh", "--exp", "sft", PYTHON=str(fake), WEDLM_RESTARTS="2", WEDLM_RESTART_SECONDS="0")
     assert done.returncode == status
-    assert counted.read_text().splitlines() == ["-m wedlm_jax.train --exp sft"] * runs
+    assert (tmp_path / "runs").read_text().splitlines() == ["-m wedlm_jax.train --exp sft"] * runs
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (
+            ("trap 'saved=true' INT", "echo ready", "until [[ -v saved ]]; do sleep 0.05; done", "exit 75"),
+            75,
+        ),  # saves first
+        (("echo ready >&2", "exit 1"), 1),  # while the box waits to start it again
+    ],
+)
+def test_a_gpu_box_does_not_start_again_after_ctrl_c(tmp_path, lines, status):
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake_python(tmp_path, *lines)), "WEDLM_RESTART_SECONDS": "30"}
+    box = subprocess.Popen(
+        ["bash", str(LAUNCH / "gpu.sh"), "--exp", "sft"],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash traps nothing that it was started to ignore
+    )  # fmt: skip
+    assert box.stdout.readline() == "ready\n"
+    if status == 1:
+        assert "starting again" in box.stdout.readline()
+        time.sleep(0.2)  # until it sleeps
+    os.killpg(box.pid, signal.SIGINT)  # as a terminal does
+    assert box.wait(timeout=20) == status
+    assert len((tmp_path / "runs").read_text().splitlines()) == 1
 
 
 def test_gke_starts_again_after_a_run_that_was_told_to_end_and_gives_it_time_to_save():
