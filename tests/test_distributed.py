@@ -99,6 +99,19 @@ def test_a_process_that_does_not_come_is_named():
         meet("localhost", free_port(), 0, 3, timeout=0.5)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+def test_where_the_others_do_not_come_the_run_may_be_tried_again(monkeypatch, capsys, index):
+    place = {"WEDLM_COORDINATOR": f"localhost:{free_port() + 1}", "WEDLM_PROCESS_ID": str(index)}
+    for name, value in (place | {"WEDLM_NUM_PROCESSES": "2", "WEDLM_START_TIMEOUT": "1"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended, distributed.together():
+        pass
+    assert ended.value.code == lifeline.TRY_AGAIN
+    assert capsys.readouterr().err.startswith(
+        ("error: of 2 processes, 1 did not come", "error: process 1 cannot reach")[index]
+    )
+
+
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -117,14 +130,15 @@ def test_a_process_of_another_run_is_named(count, index, message):
         try:
             lifeline._call("localhost", port, index, count, lifeline.time.monotonic() + 5)
         except UserError as error:
-            caller.append(str(error))
+            caller.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
     with pytest.raises(UserError, match=message):
         meet("localhost", port, 0, 2, timeout=5)
     thread.join()
-    assert "ended before all" in caller[0]
+    assert "ended before all" in str(caller[0])
+    assert not isinstance(caller[0], lifeline.NotMet)  # process 0 has said that it is no use to come again
 
 
 def test_a_stranger_at_the_port_is_ignored():
@@ -157,6 +171,38 @@ def test_a_process_that_is_gone_ends_this_one_with_its_number(monkeypatch, capsy
     there.close()
     assert ended.wait(5)
     assert "error: process 1 of 2 is gone" in capsys.readouterr().err
+
+
+def test_bad_input_in_one_process_ends_all_with_its_status(monkeypatch, capsys):
+    """Also those that hear of it from process 0 alone."""
+    first, second = tcp_pair(), tcp_pair()
+    statuses, both = [], threading.Event()
+
+    def end(status):
+        statuses.append(status)
+        if len(statuses) == 2:
+            both.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(lifeline.os, "_exit", end)
+    lifeline.Lifeline({1: first[0], 2: second[0]}, 0, 3)
+    lifeline.Lifeline({0: second[1]}, 2, 3)
+    lifeline.Lifeline({0: first[1]}, 1, 3).refuse()
+    assert both.wait(5)
+    assert statuses == [lifeline.BAD_INPUT] * 2
+    said = capsys.readouterr().err.splitlines()
+    assert sorted(line[-22:] for line in said) == ["so process 0 stops too", "so process 2 stops too"]
+    assert all("another of the 3 processes ended with bad input" in line for line in said)
+
+
+def test_a_process_that_finds_the_bad_input_itself_is_left_to_say_it(monkeypatch):
+    here, there = tcp_pair()
+    monkeypatch.setattr(lifeline.os, "_exit", lambda status: pytest.fail("ended before it had said why"))
+    slow = lifeline.Lifeline({1: here}, 0, 2)
+    lifeline.Lifeline({0: there}, 1, 2).refuse()
+    slow.refuse()
+    there.shutdown(socket.SHUT_RDWR)
+    lifeline.time.sleep(2 * lifeline._GRACE_SECONDS)
 
 
 def test_a_process_that_has_finished_is_not_missed(monkeypatch):

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.lifeline import meet
+from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN, NotMet, meet
 
 _VARIABLES = ("WEDLM_COORDINATOR", "WEDLM_NUM_PROCESSES", "WEDLM_PROCESS_ID")
 
@@ -45,28 +45,35 @@ class Place(NamedTuple):
 def together() -> Iterator[None]:
     """Joins the other processes of the run, if there are any; enter it before anything touches a device.
 
-    If this process fails inside, it says why and ends at once, and with it all the others: none waits for it.
+    If this process fails inside, it says why and ends at once, and with it all the others: none waits for it. Of bad input all
+    end with the same status, and where the others do not come in time, it is that of a run that may be started again.
 
     Raises:
-      UserError: the environment is not complete, or the others are not found.
+      UserError: the environment is not complete, or the others are not of this run.
+      SystemExit: the others did not come.
     """
     place = find_place(os.environ)
     if place is None:
         yield
         return
     host, _, port = place.coordinator.rpartition(":")
-    lifeline = meet(host, int(port) - 1, place.process_id, place.num_processes, _start_timeout(os.environ))
+    try:
+        lifeline = meet(host, int(port) - 1, place.process_id, place.num_processes, _start_timeout(os.environ))
+    except NotMet as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(TRY_AGAIN)
     jax.distributed.initialize(*place, cluster_detection_method="deactivate")
     try:
         yield
     except BaseException as error:
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr, flush=True)
+            lifeline.refuse()
         else:
             traceback.print_exc()
         # The others may be about to report the same; and a lost connection that broke a collective is known a little later.
         time.sleep(1)
-        os._exit(2 if isinstance(error, UserError) else 1)
+        os._exit(BAD_INPUT if isinstance(error, UserError) else 1)
     lifeline.finish()
 
 

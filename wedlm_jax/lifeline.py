@@ -14,15 +14,24 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Iterable
 
 from wedlm_jax.errors import UserError
 
-TRY_AGAIN = 75  # exit status where another process is gone (EX_TEMPFAIL of sysexits.h): start the run again
+# Exit statuses: another process is gone or does not come (EX_TEMPFAIL of sysexits.h), so start the run again; and what another
+# try would not mend.
+TRY_AGAIN = 75
+BAD_INPUT = 2
 _HELLO = struct.Struct("!10sII")  # magic, number of processes, index of this one
-_WORD = struct.Struct("!I")  # index of a process that is gone, or one of these two
+_WORD = struct.Struct("!I")  # index of a process that is gone, or one of these
 _MAGIC = b"wedlm_jax\n"
-_ALL_HERE, _FINISHED = 2**32 - 1, 2**32 - 2
+_ALL_HERE, _FINISHED, _REFUSED = 2**32 - 1, 2**32 - 2, 2**32 - 3
 _POLL_SECONDS = 0.2
+_GRACE_SECONDS = 0.5  # in which a process that is told of bad input may find the same, and say it itself
+
+
+class NotMet(UserError):
+    """Another process does not come, or was gone before all were there: next time it may be."""
 
 
 class Lifeline:
@@ -39,14 +48,12 @@ class Lifeline:
     def finish(self) -> None:
         """Says that this process has done all its work: its end is no death."""
         self._finished = True
-        self._send(_FINISHED)
+        _tell(self._connections.values(), _FINISHED)
 
-    def _send(self, word: int) -> None:
-        for connection in self._connections.values():
-            try:
-                connection.sendall(_WORD.pack(word))
-            except OSError:
-                continue  # gone as well
+    def refuse(self) -> None:
+        """Says that this process ends with bad input: so do the others then, since no other try would mend it."""
+        self._finished = True
+        _tell(self._connections.values(), _REFUSED)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -57,13 +64,28 @@ class Lifeline:
                     word = _receive(key.fileobj)  # type: ignore[arg-type]
                     if word == _FINISHED:
                         selector.unregister(key.fileobj)
-                    elif not self._finished:
-                        self._end(key.data if word is None else word)
-                    else:
+                    elif self._finished:
                         return
+                    elif word == _REFUSED:
+                        return self._end_with_bad_input()
+                    else:
+                        self._end(key.data if word is None else word)
+
+    def _end_with_bad_input(self) -> None:
+        _tell(self._connections.values(), _REFUSED)
+        time.sleep(_GRACE_SECONDS)
+        if self._finished:  # this process has found it too, and ends by itself
+            return
+        print(
+            f"error: another of the {self._count} processes ended with bad input (see its output), "
+            f"so process {self._index} stops too",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(BAD_INPUT)
 
     def _end(self, gone: int) -> None:
-        self._send(gone)
+        _tell(self._connections.values(), gone)
         print(
             f"error: process {gone} of {self._count} is gone (killed, out of memory, or an error of its own: see its output), "
             f"so process {self._index} stops too; start all of them again, the run goes on from its last checkpoint",
@@ -82,7 +104,8 @@ def meet(host: str, port: int, index: int, count: int, timeout: float) -> Lifeli
       timeout: seconds.
 
     Raises:
-      UserError: a process did not come in time, or does not belong to this run.
+      NotMet: a process did not come in time.
+      UserError: a process does not belong to this run, or process 0 cannot listen.
     """
     deadline = time.monotonic() + timeout
     connections = (
@@ -104,7 +127,7 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
         while len(connections) < count - 1:
             if time.monotonic() > deadline:
                 absent = ", ".join(str(index) for index in range(1, count) if index not in connections)
-                raise UserError(
+                raise NotMet(
                     f"of {count} processes, {absent} did not come to port {port} within {timeout:.0f} s; "
                     "look at their output, and start all of them with the same coordinator and number of processes"
                 )
@@ -118,6 +141,8 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
                 connection.close()  # a stranger
                 continue
             _, their_count, index = _HELLO.unpack(hello)
+            if their_count != count or index in connections or not 0 < index < count:
+                _tell([*connections.values(), connection], _REFUSED)
             if their_count != count:
                 raise UserError(
                     f"process {index} counts {their_count} processes and process 0 {count}; start all with the same number"
@@ -141,13 +166,22 @@ def _call(host: str, port: int, index: int, count: int, deadline: float) -> sock
             continue
         connection.sendall(_HELLO.pack(_MAGIC, count, index))
         connection.settimeout(max(deadline - time.monotonic(), 1))
-        if _receive(connection) != _ALL_HERE:
-            raise UserError(f"process 0 at {host}:{port} ended before all {count} processes were there; see its output")
+        if (word := _receive(connection)) != _ALL_HERE:
+            kind = UserError if word == _REFUSED else NotMet
+            raise kind(f"process 0 at {host}:{port} ended before all {count} processes were there; see its output")
         return connection
-    raise UserError(
+    raise NotMet(
         f"process {index} cannot reach process 0 at {host}:{port} ({reason}); "
         "see that process 0 runs and that nothing blocks the port"
     )
+
+
+def _tell(connections: Iterable[socket.socket], word: int) -> None:
+    for connection in connections:
+        try:
+            connection.sendall(_WORD.pack(word))
+        except OSError:
+            continue  # gone
 
 
 def _receive(connection: socket.socket) -> int | None:
