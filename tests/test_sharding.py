@@ -9,7 +9,7 @@ import pytest
 
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax.errors import UserError
-from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, row_shares
 from wedlm_jax.train_state import abstract_state, from_seed
 from wedlm_jax.train_step import compile_step, wedlm_step
 
@@ -106,3 +106,61 @@ def test_kv_heads_fewer_than_the_tensor_axis_stay_whole():
     kernel, queries = params["layers.attention.k_proj.kernel"], params["layers.attention.q_proj.kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 2, 8)
     assert queries.sharding.shard_shape(queries.shape) == (2, 8, 1, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """As much of a `jax.Device` as a mesh takes."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+
+
+def gpus(*nodes: int, a_process: int) -> list[Gpu]:
+    """Nodes, each a slice of so many GPUs, `a_process` of them driven by one process; told in any order."""
+    places = [node for node, count in enumerate(nodes) for _ in range(count)]
+    return [Gpu(number, node, number // a_process) for number, node in enumerate(places)][::-1]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes", "of_slice"),
+    [
+        ((1, 1), (-1, 1, 1), [[[0]], [[1]]]),
+        ((1, 1), (1, 1, 2), [[[0, 1]]]),
+        ((4, 4), (1, -1, 2), [[[0, 0], [0, 0], [1, 1], [1, 1]]]),
+        ((2, 2, 2, 2), (2, 4, 1), [[[0], [0], [1], [1]], [[2], [2], [3], [3]]]),
+    ],
+)
+def test_the_outermost_axes_of_a_mesh_lie_over_the_slices(nodes, sizes, of_slice):
+    mesh = make_mesh(MeshConfig(*sizes), gpus(*nodes, a_process=nodes[0]))
+    assert np.vectorize(lambda device: device.slice_index)(mesh.devices).tolist() == of_slice
+    assert {device.id for device in mesh.devices.flat} == set(range(sum(nodes)))
+
+
+def test_slices_that_are_not_equal_are_told():
+    with pytest.raises(UserError, match="the slices .nodes. have 2, 4 devices; start as many on each of them"):
+        make_mesh(MeshConfig(), gpus(4, 2, a_process=2))
+
+
+@pytest.mark.parametrize(
+    ("a_process", "sizes", "shares"),
+    [
+        (4, (8, 1, 1), [0, 1]),
+        (2, (2, 2, 2), [0, 1, 2, 3]),
+        (1, (2, 2, 2), [0, 0, 1, 1, 2, 2, 3, 3]),
+        (4, (1, 1, 8), [0, 0]),
+        (2, (1, 2, 4), [0, 0, 1, 1]),
+    ],
+)
+def test_processes_that_hold_the_same_rows_feed_one_share(a_process, sizes, shares):
+    found = row_shares(make_mesh(MeshConfig(*sizes), gpus(4, 4, a_process=a_process)))
+    assert [found[process] for process in range(len(found))] == shares
+
+
+def test_processes_that_hold_some_of_the_same_rows_are_told():
+    mesh = make_mesh(MeshConfig(data=3, tensor=2), gpus(6, a_process=3))
+    with pytest.raises(UserError, match="mesh.tensor=2 lies over processes that hold other rows"):
+        row_shares(mesh)

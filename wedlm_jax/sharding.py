@@ -6,6 +6,7 @@ rest (what used to be called pjit is `jax.jit` with in and out shardings).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.errors import UserError
@@ -53,22 +55,61 @@ class MeshConfig:
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over `devices`, by default all.
 
+    Several slices (TPU slices, or nodes with GPUs) have a slow network between them: the outermost axes lie over them.
+
     Raises:
-      UserError: the sizes do not multiply to the number of devices.
+      UserError: the sizes do not multiply to the number of devices, or the slices are not equal.
     """
     sizes = dataclasses.asdict(config)
-    count = jax.device_count() if devices is None else len(devices)
+    devices = jax.devices() if devices is None else devices
+    count = len(devices)
     named = math.prod(size for size in sizes.values() if size != -1)
     shape = tuple(count // named if size == -1 else size for size in sizes.values())
     if math.prod(shape) != count:
         given = " x ".join(f"{name}={size}" for name, size in sizes.items())
         raise UserError(f"mesh: {given} does not fit {count} devices; make the product {count}")
-    return jax.make_mesh(shape, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    names, types = tuple(sizes), (AxisType.Auto,) * len(shape)
+    slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
+    if len(slices) == 1:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    if len(set(slices.values())) > 1:
+        raise UserError(
+            f"mesh: the slices (nodes) have {', '.join(map(str, slices.values()))} devices; start as many on each of them"
+        )
+    left, across = len(slices), []
+    for size in shape:
+        across.append(math.gcd(size, left))
+        left //= across[-1]
+    inside = [size // over for size, over in zip(shape, across, strict=True)]
+    return Mesh(
+        create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True), names, axis_types=types
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over the devices; of [B, ...] arrays."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def row_shares(mesh: Mesh) -> dict[int, int]:
+    """Process -> the number of the share of a batch's rows that it feeds.
+
+    Processes over which a row is replicated, since `mesh.tensor` lies over them, hold and feed one share.
+
+    Raises:
+      UserError: processes hold some of the same rows, but not all.
+    """
+    rows: dict[int, set[int]] = {}
+    placed: Mapping[Any, Any] = batch_sharding(mesh).devices_indices_map((mesh.size,))
+    for device, (part,) in placed.items():
+        rows.setdefault(device.process_index, set()).add(part.start or 0)
+    shares = sorted({tuple(sorted(held)) for held in rows.values()})
+    if len({row for share in shares for row in share}) < sum(map(len, shares)):
+        raise UserError(
+            f"mesh.tensor={mesh.shape['tensor']} lies over processes that hold other rows beside those they share; make it "
+            "a divisor or a multiple of the devices of a process, and the rest mesh.data or mesh.fsdp"
+        )
+    return {process: shares.index(tuple(sorted(held))) for process, held in rows.items()}
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
