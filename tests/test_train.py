@@ -336,8 +336,8 @@ def test_a_bucket_as_workdir_is_refused_before_anything_is_written(monkeypatch, 
     assert not list(tmp_path.iterdir())
 
 
-def test_skipped_records_are_those_of_all_processes(tmp_path, monkeypatch):
-    """Two streams of half the groups each, joined as `all_gather` joins them, count what one stream of all groups does."""
+def test_skipped_records_are_those_of_all_groups(tmp_path, monkeypatch):
+    """Streams of half the groups each, joined as `all_gather` joins them, one of them twice, count what one of all does."""
     records = [json.dumps({"text": f"{number}: Tom has three apples."}) if number % 5 else "{" for number in range(80)]
     (tmp_path / "texts.jsonl").write_text("\n".join(records) + "\n")
     experiment = with_overrides(
@@ -353,8 +353,8 @@ def test_skipped_records_are_those_of_all_processes(tmp_path, monkeypatch):
         for one in (whole, *shares):
             next(one)
         counts = np.array([share.skipped_records for share in shares])
-        monkeypatch.setattr(train_module, "all_gather", lambda own, counts=counts: np.stack([own, *counts[1:]]))
-        counted = train_module.skipped_records(shares[0], experiment)
+        monkeypatch.setattr(train_module, "all_gather", lambda own, two=counts[1]: np.stack([own, two, two]))
+        counted = train_module.skipped_records(shares[0], experiment, {0: 0, 1: 1, 2: 1})
         monkeypatch.undo()
-        assert counted == train_module.skipped_records(whole, experiment) == {"skipped_records": counts.sum()}
+        assert counted == train_module.skipped_records(whole, experiment, {0: 0}) == {"skipped_records": counts.sum()}
     assert all(counts > 0)

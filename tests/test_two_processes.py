@@ -1,4 +1,4 @@
-"""Two real processes over loopback: one is killed, the other says so and ends, and both resume to what one process gives."""
+"""Two real processes over loopback: what they learn is what one learns, and where one is killed, the other says so and ends."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.checkpoint import load_params, saved_steps
-from wedlm_jax.lifeline import TRY_AGAIN
+from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN
 
 RUNNER = Path(__file__).parent / "one_of_several.py"
 STEPS, KILLED_AT = 6, 5  # saved every 2 steps; the save of step 4 waits until that of step 2 is done
@@ -31,7 +31,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def start(folder: Path, workdir: str, index: int, count: int, port: int, die_at: int = 0) -> subprocess.Popen:
+def start(
+    folder: Path, workdir: str, index: int, count: int, port: int, die_at: int, overrides: tuple[str, ...]
+) -> subprocess.Popen:
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}",
@@ -44,15 +46,18 @@ def start(folder: Path, workdir: str, index: int, count: int, port: int, die_at:
         "DIE_AT": str(die_at),
     }
     flags = ["--exp", str(folder / "tiny_pair.py"), "--workdir", str(folder / workdir)]
-    overrides = [f"train.steps={STEPS}", "data.num_groups=2", "mesh.data=2", "train.tensorboard=false"]
-    command = [sys.executable, str(RUNNER), *flags, *overrides]
+    fixed = [f"train.steps={STEPS}", "data.num_groups=2", "mesh.data=2", "train.tensorboard=false"]
+    fixed += ["train.eval_every=6", "train.eval_batches=1", "train.eval_samples=0"]
+    command = [sys.executable, str(RUNNER), *flags, *fixed, *overrides]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(folder: Path, workdir: str, count: int, die_at: tuple[int, ...] = (0, 0)) -> list[tuple[int, str]]:
+def run(
+    folder: Path, workdir: str, count: int, *overrides: str, die_at: tuple[int, ...] = (0, 0)
+) -> list[tuple[int, str]]:
     """Exit status and stderr of each process."""
     port = free_pair_of_ports()
-    processes = [start(folder, workdir, index, count, port, die_at[index]) for index in range(count)]
+    processes = [start(folder, workdir, index, count, port, die_at[index], overrides) for index in range(count)]
     try:
         errors = [process.communicate(timeout=250)[1] for process in processes]
     finally:
@@ -74,24 +79,74 @@ def free_pair_of_ports() -> int:
     raise AssertionError("no two free ports side by side")
 
 
-def losses(workdir: Path) -> list[tuple[int, float]]:
-    lines = (json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"]) for line in lines]
+def losses(workdir: Path) -> list[float]:
+    """Of every step, and of the held-out rows."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in lines] + [lines[-1]["validation_ar_loss"], lines[-1]["validation_mlm_loss"]]
 
 
-def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder):
+@pytest.fixture(scope="module")
+def one(folder):
+    """What a single process gives."""
     [(status, error)] = run(folder, "one", 1)
     assert status == 0, error
-    (survivor, said), (killed, _) = run(folder, "two", 2, die_at=(0, KILLED_AT))
+    return folder / "one"
+
+
+def assert_learned_the_same(workdir: Path, one: Path) -> None:
+    np.testing.assert_allclose(losses(workdir), losses(one), rtol=2e-5)
+    (_, expected), (_, params) = load_params(one), load_params(workdir)
+    for name, value in jax.device_get(expected).items():
+        np.testing.assert_allclose(params[name], value, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [("mesh.data=2", "mesh.tensor=1"), ("mesh.data=1", "mesh.tensor=2")])
+def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder, one, sizes):
+    """Where the tensor axis lies over them, both hold all rows; else each its own."""
+    workdir = folder / sizes[1]
+    (survivor, said), (killed, _) = run(folder, sizes[1], 2, *sizes, die_at=(0, KILLED_AT))
     assert killed == -9
     assert survivor == TRY_AGAIN, said
     assert "error: process 1 of 2 is gone" in said and "so process 0 stops too; start all of them again" in said
-    assert saved_steps(folder / "two") in ([2], [2, 4])
+    assert saved_steps(workdir) in ([2], [2, 4])
 
-    for status, error in run(folder, "two", 2):
+    for status, error in run(folder, sizes[1], 2, *sizes):
         assert status == 0, error
-    assert [step for step, _ in losses(folder / "two")] == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(losses(folder / "two"), losses(folder / "one"), rtol=2e-5)
-    (_, expected), (_, params) = load_params(folder / "one"), load_params(folder / "two")
-    for name, value in jax.device_get(expected).items():
-        np.testing.assert_allclose(params[name], value, atol=1e-4, err_msg=name)
+    assert_learned_the_same(workdir, one)
+
+
+FAILS = """
+import os, time
+from wedlm_jax.distributed import together
+from wedlm_jax.errors import UserError, entry
+
+@entry
+def main():
+    with together():
+        time.sleep(2 * int(os.environ["WEDLM_PROCESS_ID"]))
+        raise UserError("a file is missing")
+
+main()
+"""
+
+
+def test_bad_input_is_the_status_of_both_though_one_comes_to_it_later(tmp_path):
+    """The highest status is what a scheduler sees, and 75 it would start again."""
+    port = free_pair_of_ports()
+    place = {"WEDLM_COORDINATOR": f"127.0.0.1:{port}", "WEDLM_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    shared = os.environ | place | {"PYTHONPATH": str(RUNNER.parents[1])}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILS], env=shared | {"WEDLM_PROCESS_ID": str(index)}, stderr=subprocess.PIPE
+        )
+        for index in range(2)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [BAD_INPUT, BAD_INPUT], errors
+    assert "error: a file is missing" in errors[0]
+    assert "another of the 2 processes ended with bad input" in errors[1]

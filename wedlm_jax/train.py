@@ -27,7 +27,7 @@ from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
 from wedlm_jax.pretrained import base_params
 from wedlm_jax.self_generation import self_generated_data
-from wedlm_jax.sharding import make_mesh
+from wedlm_jax.sharding import make_mesh, row_shares
 from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
@@ -109,6 +109,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     # for the base of an adapter: that is read where it was found at first.
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
+    shares = row_shares(mesh)
     initial = load_initial(experiment, mesh) if not resumed and experiment.init_from else None
     base = None if resumed else base_of(experiment, initial)
     if not resumed and is_main():
@@ -124,7 +125,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         data = self_generated_data(experiment, workdir, initial, tokenizer)
     stream = batches(
         data, tokenizer, objective.block_size, config.batch_size, config.seed,
-        process_index=jax.process_index(), process_count=jax.process_count(),
+        process_index=shares[jax.process_index()], process_count=len(set(shares.values())),
     )  # fmt: skip
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
@@ -135,8 +136,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             )
         validation = Validation(
             experiment.data, experiment.evaluation, settings, tokenizer, model_file.eos_token_ids, mesh,
-            rows=config.batch_size // config.micro_batches,
-            num_batches=config.eval_batches, num_samples=config.eval_samples,
+            rows=config.batch_size, num_batches=config.eval_batches, num_samples=config.eval_samples,
         )  # fmt: skip
 
     with Checkpoints(workdir, keep=config.keep_checkpoints, best_metric=config.best_metric) as checkpoints:
@@ -188,7 +188,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                 last = step == config.steps
                 measure = validation is not None and (step % config.eval_every == 0 or last)
                 logged = step % config.log_every == 0 or last or measure
-                counted = skipped_records(stream, experiment) if logged else {}
+                counted = skipped_records(stream, experiment, shares) if logged else {}
                 with traced(step, config.profile_steps, workdir) as through:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
@@ -216,7 +216,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                     report.validation(step, measured, samples)
                 if save:
                     kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], **measured}
-                    checkpoints.save(state, step, place_in_data(stream), kept_by)
+                    checkpoints.save(state, step, place_in_data(stream, shares), kept_by)
                 if told_to_end and not last:
                     checkpoints.wait()
                     say(
@@ -228,16 +228,22 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     return True
 
 
-def place_in_data(stream: PackedBatches) -> dict[str, list[int]]:
-    """The iterators' states of all processes, in their order."""
-    return {name: all_gather(np.asarray(values)).reshape(-1).tolist() for name, values in stream.get_state().items()}
+def place_in_data(stream: PackedBatches, shares: dict[int, int]) -> dict[str, list[int]]:
+    """The iterators' states of all groups, in their order."""
+    return {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
 
 
-def skipped_records(stream: PackedBatches, experiment: Experiment) -> dict[str, int]:
-    """Bad records left out so far by all processes, where the data may leave any out; all must call it, and wait."""
+def skipped_records(stream: PackedBatches, experiment: Experiment, shares: dict[int, int]) -> dict[str, int]:
+    """Bad records left out so far in all groups, where the data may leave any out; all processes must call it, and wait."""
     if experiment.data.on_bad_record != "skip":
         return {}
-    return {"skipped_records": int(all_gather(np.asarray(stream.skipped_records)).sum())}
+    return {"skipped_records": int(_of_shares(stream.skipped_records, shares).sum())}
+
+
+def _of_shares(x: Any, shares: dict[int, int]) -> np.ndarray:
+    """What one process of every share of the rows has as `x`, in the order of the shares; all processes must call it."""
+    feeders = {share: process for process, share in shares.items()}
+    return all_gather(np.asarray(x))[[feeders[share] for share in sorted(feeders)]]
 
 
 def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:

@@ -22,9 +22,9 @@ def tokenizer():
     return make_tokenizer(EXPERIMENT.tokenizer, EXPERIMENT.data)
 
 
-def validation(tokenizer, **counts):
+def validation(tokenizer, settings=SETTINGS, **counts):
     counts = {"rows": 2, "num_batches": 2, "num_samples": 0} | counts
-    return Validation(EXPERIMENT.data, EXPERIMENT.evaluation, SETTINGS, tokenizer, (2,), one_device_mesh(), **counts)
+    return Validation(EXPERIMENT.data, EXPERIMENT.evaluation, settings, tokenizer, (2,), one_device_mesh(), **counts)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,17 @@ def test_it_measures_the_loss_of_training_on_the_same_rows_and_masks_each_time(t
 def test_more_batches_are_averaged(tokenizer, params):
     one, two = (validation(tokenizer, num_batches=n).measure(params, masks=True) for n in (1, 2))
     assert one.keys() == two.keys() and one != two
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_micro_batches_change_no_held_out_loss(tokenizer, params, masks):
+    whole, in_two = (
+        validation(tokenizer, dataclasses.replace(SETTINGS, micro_batches=n)).measure(params, masks=masks)
+        for n in (1, 2)
+    )
+    assert whole.keys() == in_two.keys()
+    for name, value in whole.items():
+        np.testing.assert_allclose(np.float32(in_two[name]), np.float32(value), rtol=1e-5, err_msg=name)
 
 
 def test_prompts_are_what_comes_before_the_learned_tokens(tokenizer):

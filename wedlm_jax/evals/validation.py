@@ -23,19 +23,22 @@ from wedlm_jax.evals.tasks import prompt_of
 from wedlm_jax.metrics import fetch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
-from wedlm_jax.sharding import on_mesh, replicated
+from wedlm_jax.sharding import on_mesh, replicated, row_shares
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
     Params,
     StepSettings,
     ar_forward,
     corrupted_streams,
+    in_parts,
     masked_by_ratio,
     place,
     wedlm_forward,
 )
 
-SEED = 0  # of the held-out rows and masks: one for all runs, so that their curves can be laid over each other
+# Of the held-out rows and masks: one for all runs, so that their curves can be laid over each other. The rows do not depend on
+# where a run goes on: they follow from data and train.batch_size, not from the processes or the micro-batches.
+SEED = 0
 
 
 class Validation:
@@ -47,7 +50,7 @@ class Validation:
       settings: of the training step.
       model: what belongs to the transformer: its tokenizer and special ids.
       mesh: of the training.
-      rows: of a batch, over all processes.
+      rows: of a batch, over all processes; it is run in as many parts as a training step.
       num_batches: of the losses.
       num_samples: completions.
 
@@ -70,12 +73,11 @@ class Validation:
     ):
         self._settings = dataclasses.replace(settings, seed=SEED)
         self._evaluation, self._tokenizer, self._eos_token_ids, self._mesh = evaluation, tokenizer, eos_token_ids, mesh
-        processes = jax.process_count()
-        data = dataclasses.replace(data, num_groups=processes, num_workers=0)
+        shares = row_shares(mesh)
+        own, num_shares = shares[jax.process_index()], len(set(shares.values()))
+        data = dataclasses.replace(data, num_workers=0)
         try:
-            stream = batches(
-                data, tokenizer, settings.objective.block_size, rows, SEED, "held_out", jax.process_index(), processes
-            )
+            stream = batches(data, tokenizer, settings.objective.block_size, rows, SEED, "held_out", own, num_shares)
             drawn = [next(stream) for _ in range(num_batches)]
         except UserError as error:
             raise UserError(f"train.eval_every asks for held-out data: {error}") from error
@@ -83,7 +85,7 @@ class Validation:
         room = settings.model.max_position_embeddings - evaluation.max_new_tokens
         # One process alone decodes: a completion is not worth gathering the model for.
         found = [prompt for batch in drawn for prompt in prompts(batch) if 0 < len(prompt) <= room]
-        self._prompts = found[:num_samples] if processes == 1 else []
+        self._prompts = found[:num_samples] if jax.process_count() == 1 else []
 
     def measure(self, params: Params, *, masks: bool) -> dict[str, float | int | None]:
         """Losses in nats, `validation_ar_loss` and with `masks` also `validation_mlm_loss` and those by mask ratio.
@@ -140,7 +142,9 @@ def held_out_losses(params: Params, number: jax.Array, batch: PackedBatch, *, se
     """Both losses of batch `number`, which also keys its masks; then the sums by mask ratio, and of how many tokens."""
     streams = corrupted_streams(number, batch, settings)
     weights = loss_weights(streams, normalization=settings.objective.normalization)
-    _, parts = wedlm_forward(params, (streams, weights), settings=settings)
+    _, parts = in_parts(
+        lambda part: ({}, wedlm_forward(params, part, settings=settings)[1]), (streams, weights), settings.micro_batches
+    )
     by_ratio = {name: parts.pop(name) for name in LOSS_BY_RATIO}
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(streams).items()}
     return parts, (by_ratio, counts)
@@ -149,7 +153,11 @@ def held_out_losses(params: Params, number: jax.Array, batch: PackedBatch, *, se
 def held_out_ar_loss(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
     """The AR loss alone, in the same form."""
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
-    _, parts = ar_forward(params, (batch, targets, ar_loss_weights(labelled)), settings=settings)
+    _, parts = in_parts(
+        lambda part: ({}, ar_forward(params, part, settings=settings)[1]),
+        (batch, targets, ar_loss_weights(labelled)),
+        settings.micro_batches,
+    )
     return parts, ({}, {})
 
 
