@@ -73,6 +73,14 @@ def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path):
             np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
+def test_a_run_may_go_on_with_other_micro_batches_and_learns_the_same(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    assert train(with_overrides("train.micro_batches=2"), workdir)
+    for name, value in load_params(finished)[1].items():
+        np.testing.assert_allclose(load_params(workdir)[1][name], value, atol=1e-4, err_msg=name)
+
+
 def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
     before = sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*"))
     train(EXPERIMENT, finished)
