@@ -44,12 +44,12 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
 
 
 def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch, capsys, model_dir, tmp_path):
-    by_hand = sweep.generate
+    by_hand = sweep.generate_rows
 
-    def interrupted_at_the_second(model, prompts, config):
+    def interrupted_at_the_second(model, prompts, config, first_row):
         if config.entropy_threshold == 0.4:
             raise KeyboardInterrupt
-        return by_hand(model, prompts, config)
+        return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_the_second)
     flags = ("--task", "counting", "--limit", "1", "--windows", "4", "--thresholds", "inf", "0.4", "--penalties", "0",
