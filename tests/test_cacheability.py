@@ -46,12 +46,12 @@ def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, mode
 
 
 def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch, capsys, model_dir, tmp_path):
-    by_hand = sweep.generate
+    by_hand = sweep.generate_rows
 
-    def interrupted_at_blockwise(model, prompts, config):
+    def interrupted_at_blockwise(model, prompts, config, first_row):
         if config.decoder == "blockwise":
             raise KeyboardInterrupt
-        return by_hand(model, prompts, config)
+        return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_blockwise)
     flags = ("--tasks", "counting", "copying", "--limit", "1", "--thresholds", "inf", "--fill-rules", "each", "--window-size",

@@ -87,12 +87,12 @@ def test_an_excerpt_that_nothing_follows_is_left_out_of_mauve_and_said_to_be(mon
 
 
 def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeypatch, capsys, folder):
-    out, by_hand = folder / "interrupted", sweep.generate
+    out, by_hand = folder / "interrupted", sweep.generate_rows
 
-    def interrupted_at_streaming(model, prompts, config):
+    def interrupted_at_streaming(model, prompts, config, first_row):
         if config.decoder == "streaming":
             raise KeyboardInterrupt
-        return by_hand(model, prompts, config)
+        return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_streaming)
     flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
