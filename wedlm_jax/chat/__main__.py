@@ -30,9 +30,8 @@ from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 
-SMALLEST_CONTEXT = (
-    3  # two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled
-)
+# Two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled.
+SMALLEST_CONTEXT = 3
 
 
 @dataclasses.dataclass(frozen=True)
