@@ -99,7 +99,15 @@ def gone(pid):
     return not is_running(pid)
 
 
-def test_ctrl_c_ends_an_engine_in_the_middle_of_an_answer_and_what_it_started(monkeypatch, tmp_path):
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Also where the tests are a job in the background, which a shell starts with this signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_an_engine_in_the_middle_of_an_answer_and_what_it_started(ctrl_c_interrupts, monkeypatch, tmp_path):
     with_fake_engines(monkeypatch, tmp_path)
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt), Baseline("vllm", sys.executable, Path("x"), slow=True, child=True) as engine:
