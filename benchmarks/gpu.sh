@@ -22,8 +22,9 @@ python=${PYTHON:-python3}
 errors=$(mktemp)
 trap 'rm -f "$errors"' EXIT
 if $smoke; then export JAX_PLATFORMS=cpu; fi
-# What was compiled and tuned stays for the next run, which is under way sooner; nearly all of the memory, for the step of 1.7B
-# parameters fits into 80 GB; and no second start of Python for pages of the host (wedlm_jax.host_memory).
+# What was compiled and tuned stays for the next run, which is under way sooner; nearly all of the memory, for by its arrays the
+# step of 1.7B parameters needs more than jax's three quarters of 80 GB; and no second start of Python for pages of the host
+# (wedlm_jax.host_memory).
 export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/jax_cache}
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}

@@ -53,7 +53,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_blockwise)
+    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_blockwise)
     flags = ("--tasks", "counting", "copying", "--limit", "1", "--thresholds", "inf", "--fill-rules", "each", "--window-size",
              "4", "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])

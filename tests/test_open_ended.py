@@ -94,7 +94,7 @@ def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeyp
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_streaming)
+    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_streaming)
     flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
     monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
     with pytest.raises(SystemExit) as exit:

@@ -51,7 +51,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.sweep.__kwdefaults__, "generate", interrupted_at_the_second)
+    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_the_second)
     flags = ("--task", "counting", "--limit", "1", "--windows", "4", "--thresholds", "inf", "0.4", "--penalties", "0",
              "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])

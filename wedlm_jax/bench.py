@@ -26,9 +26,9 @@ from wedlm_jax import pretrained
 from wedlm_jax.baselines.process import Baseline, EngineEnded, Name
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
+from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig, Decoder
 from wedlm_jax.decode.flags import spell_none
-from wedlm_jax.decode.generation import make_request
 from wedlm_jax.engine.memory import cache_bytes
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
@@ -37,7 +37,7 @@ from wedlm_jax.evals.show import device
 from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
-from wedlm_jax.evals.sweep import settings_as_json
+from wedlm_jax.evals.sweep import resolved, settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
@@ -118,9 +118,9 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     named: dict[str, DecodeConfig] = {config.decoder: config for config in configs}
     if args.official is not None:
         named["official"] = streaming_as_official(decode, most)
-    settings = {name: settings_as_json(resolved(model, config, most)) for name, config in named.items()}
-    used = [] if model.calibration is None else [model.calibration.in_use(config) for config in named.values()]
-    console.print("\n".join([*next(filter(None, used), []), *left_out, ""]))
+    asked = {name: dataclasses.replace(config, max_new_tokens=most) for name, config in named.items()}
+    settings = {name: settings_as_json(resolved(model, config)) for name, config in asked.items()}
+    console.print("\n".join([*calibration_in_use(model, list(named.values())), *left_out, ""]))
     found = Found(settings, [*left_out])
     try:
         measure(args, model, decode, configs, work, problems, found, console)
@@ -192,14 +192,6 @@ def finish(args: Bench, found: Found, console: Console) -> None:
             changes = args.decode.changes(Bench.decode)
             plot_speeds(found.speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
-
-
-def resolved(model: Model, config: DecodeConfig, max_new_tokens: int) -> DecodeConfig:
-    """The settings with what the model decides of them, its calibration too, and tau and lambda as numbers."""
-    config = dataclasses.replace(config, max_new_tokens=max_new_tokens)
-    config = make_request(model, [0], config, row=0, name="prompt").config
-    tau = None if config.entropy_threshold is None else config.tau
-    return dataclasses.replace(config, entropy_threshold=tau, distance_penalty=config.penalty)
 
 
 def started(

@@ -79,13 +79,7 @@ def measure(
     # Every prompt is checked before any is decoded.
     longest = max(len(make_request(model, prompt, args.decode, row=0, name=name).prompt) for name, prompt in prompts)
     context = min(bucket(longest + args.decode.max_new_tokens), model.config.max_position_embeddings)
-    engine = Engine(
-        model,
-        rows=args.batch_size,
-        context=context,
-        queue=args.batch_size,
-        mend="lower --batch-size or --max-new-tokens",
-    )
+    engine = Engine(model, rows=args.batch_size, context=context, queue=args.batch_size)
     pairs = list(itertools.product(THRESHOLDS, PENALTIES))
     configs = [
         dataclasses.replace(args.decode, entropy_threshold=tau, distance_penalty=penalty) for tau, penalty in pairs

@@ -25,6 +25,7 @@ from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import generate
@@ -119,7 +120,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
-    for line in model.calibration.in_use(args.decode) if model.calibration is not None else ():
+    for line in calibration_in_use(model, [args.decode]):
         print(line, file=sys.stderr)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
 

@@ -8,7 +8,13 @@ import json
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.calibration import Calibration, fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import (
+    Calibration,
+    calibration_in_use,
+    fingerprint,
+    read_calibration,
+    write_calibration,
+)
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig, is_adapter_parameter
 from wedlm_jax.model.handle import CALIBRATION_FILE
@@ -69,15 +75,18 @@ def test_it_fills_in_what_streaming_leaves_open_and_nothing_else():
 def test_it_knows_for_which_settings_its_disagreement_was_measured():
     measured = dict(distance_penalty=0.3, window_size=4)
     calibrated = f"streaming with {FOUND.in_words()}"
-    assert FOUND.in_use(DecodeConfig(**measured, max_new_tokens=7, seed=3)) == [calibrated]
-    assert FOUND.in_use(DecodeConfig("verified")) == FOUND.in_use(DecodeConfig(entropy_threshold=0.4)) == []
+    model = dataclasses.replace(tiny_model(), calibration=FOUND)
+    assert calibration_in_use(model, [DecodeConfig(**measured, max_new_tokens=7, seed=3)]) == [calibrated]
+    assert calibration_in_use(model, [DecodeConfig("verified"), DecodeConfig(entropy_threshold=0.4)]) == []
+    assert calibration_in_use(tiny_model(), [DecodeConfig(**measured)]) == []
     for change, named in (
         (dict(distance_penalty=0.1), "lambda 0.1, as given"),
         (dict(window_size="auto"), "window_size 16"),
         (dict(temperature=0.5), "temperature 0.5"),
     ):
         unmeasured = f"but with {named}, for which no disagreement was measured"
-        assert FOUND.in_use(DecodeConfig(**{**measured, **change})) == [calibrated, unmeasured]
+        configs = DecodeConfig("verified"), DecodeConfig(**{**measured, **change})
+        assert calibration_in_use(model, configs) == [calibrated, unmeasured]
 
 
 def test_a_calibrated_model_decodes_by_it():

@@ -232,10 +232,12 @@ def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(
     held = sum(served.bytes_for(ticket.request.config) for ticket in (hit[0], spared))
     served.run()
     for ticket in hit[:3]:
-        with pytest.raises(UserError, match=rf"out of memory with caches of {held:,} bytes .* lower rows or context"):
+        with pytest.raises(
+            UserError, match=rf"out of memory with caches of {held:,} bytes .* lower rows \(--batch-size\) or context"
+        ):
             ticket.result()
     for ticket in hit:
-        with pytest.raises(UserError, match=r"out of memory .* lower rows or context"):
+        with pytest.raises(UserError, match=r"out of memory .* lower rows \(--batch-size\) or context"):
             ticket.result()
         with pytest.raises(UserError, match="out of memory"):
             list(ticket)

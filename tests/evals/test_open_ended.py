@@ -61,7 +61,7 @@ def test_a_text_that_memory_does_not_hold_is_one_line(monkeypatch):
 
 
 def test_an_empty_reference_is_told_before_anything_is_decoded(monkeypatch):
-    monkeypatch.setattr(open_ended, "one_by_one", lambda *_, **__: pytest.fail("a prompt was decoded"))
+    monkeypatch.setattr(open_ended, "setting_by_setting", lambda *_, **__: pytest.fail("a prompt was decoded"))
     settings = [Setting("ar", ADAPTED, DecodeConfig(decoder="ar"))]
     with pytest.raises(UserError, match="what follows prompt 1 is empty"):
         measure(tiny_model(), settings, ["x = 1\n"] * 2, ["y = 2\n", ""], batch_size=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from wedlm_jax.decode.config import DecodeConfig
@@ -47,27 +48,29 @@ class Calibration:
         penalty = self.distance_penalty if config.distance_penalty == "auto" else config.distance_penalty
         return dataclasses.replace(config, entropy_threshold=self.entropy_threshold, distance_penalty=penalty)
 
-    def in_use(self, config: DecodeConfig) -> list[str]:
-        """Lines that say that settings, as they were given, take tau and lambda from here, and with which others the disagreement
-        may be another one; none where they do not."""
-        used = self.apply(config)
-        if used == config:
-            return []
-        settings = {
-            f"lambda {used.penalty:g}, as given": used.penalty != self.distance_penalty,
-            f"window_size {used.window}": used.window != self.window_size,
-            f"temperature {used.temperature:g}": used.temperature > 0,
-        }
-        unmeasured = ", ".join(setting for setting, differs in settings.items() if differs)
-        but = [f"but with {unmeasured}, for which no disagreement was measured"] if unmeasured else []
-        return [f"streaming with {self.in_words()}", *but]
-
     def in_words(self) -> str:
         """One line for people."""
         return (
             f"tau {self.entropy_threshold:g}, lambda {self.distance_penalty:g} (calibrated: "
             f"{100 * self.disagreement:.2f} % of {self.tokens} tokens are not AR's)"
         )
+
+
+def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
+    """Lines that say that the first of these settings, as they were given, for which this is so takes tau and lambda from the
+    model's calibration, and with which others the disagreement may be another one; none where none does."""
+    found: Calibration | None = model.calibration
+    used = [] if found is None else [applied for config in configs if (applied := found.apply(config)) != config]
+    if found is None or not used:
+        return []
+    settings = {
+        f"lambda {used[0].penalty:g}, as given": used[0].penalty != found.distance_penalty,
+        f"window_size {used[0].window}": used[0].window != found.window_size,
+        f"temperature {used[0].temperature:g}": used[0].temperature > 0,
+    }
+    unmeasured = ", ".join(setting for setting, differs in settings.items() if differs)
+    but = [f"but with {unmeasured}, for which no disagreement was measured"] if unmeasured else []
+    return [f"streaming with {found.in_words()}", *but]
 
 
 def not_plain(config: DecodeConfig) -> str | None:

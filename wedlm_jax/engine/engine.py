@@ -51,7 +51,6 @@ class Engine:
       queue: requests that may wait for a row; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = no limit. Idle groups are closed to stay below it. While a
         request is started, one row more is in use.
-      mend: what is said to do where the device runs out of memory.
 
     Raises:
       UserError: a setting is out of range.
@@ -66,7 +65,6 @@ class Engine:
         steps: int = 8,
         queue: int = 256,
         cache_limit: int | None = None,
-        mend: str = "lower rows or context",
     ):
         longest = model.config.max_position_embeddings
         context = min(longest, LARGEST_CONTEXT) if context is None else context
@@ -78,7 +76,7 @@ class Engine:
         self.model = model
         self.context = context
         self._num_rows, self._steps = rows, steps
-        self._queue, self._cache_limit, self._mend = queue, cache_limit, mend
+        self._queue, self._cache_limit = queue, cache_limit
         self._waiting: dict[tuple, deque[Ticket]] = {}  # by the group that they need, in the order of arrival
         self._arrivals = itertools.count()
         self._groups: dict[tuple, RowGroup] = {}
@@ -263,7 +261,7 @@ class Engine:
             group = self._groups.pop(key, None)
             line = UserError(
                 f"out of memory with caches of {in_words(held)} and {self._num_rows} rows of context="
-                f"{self.context} for decoder={key[0]}: {self._mend}"
+                f"{self.context} for decoder={key[0]}: lower rows (--batch-size) or context (the longest prompt, max_new_tokens)"
             )
             running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
             for ticket in {*started, *running}:

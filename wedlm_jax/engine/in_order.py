@@ -12,15 +12,12 @@ from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
 
 
-def in_order(
-    model: Model, requests: Sequence[Request], *, rows: int, mend: str = "lower rows or max_new_tokens"
-) -> Iterator[Completion]:
+def in_order(model: Model, requests: Sequence[Request], *, rows: int) -> Iterator[Completion]:
     """Completes requests in an engine of their own, `rows` at a time: a row that has finished goes to the next request.
 
     Args:
       requests: from `make_request`, at least one.
       rows: requests decoded at once.
-      mend: what is said to do where memory runs out.
 
     Returns:
       completions in the order of the requests, each as soon as it and all before it are done: where an exception ends this
@@ -32,7 +29,7 @@ def in_order(
     # Rounded up, so that files of about one length run the same programs.
     longest = bucket(max(len(request.prompt) + request.config.max_new_tokens for request in requests))
     context = min(longest, model.config.max_position_embeddings)
-    engine = Engine(model, rows=rows, context=context, queue=rows, mend=mend)
+    engine = Engine(model, rows=rows, context=context, queue=rows)
     tickets: deque[Ticket] = deque()
     for request in requests:
         tickets.append(engine.submit(request.prompt, request.config, row=request.row, wait=True))

@@ -19,8 +19,7 @@ from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.one_by_one import one_by_one
-from wedlm_jax.evals.sweep import Row, Setting
+from wedlm_jax.evals.sweep import Row, Setting, setting_by_setting
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
 from wedlm_jax.ops.categorical import entropy, log_prob
@@ -209,7 +208,7 @@ def measure(
     texts: list[dict[str, Any]] = [{"prompt": prompt, "level": level_of[i]} for i, prompt in enumerate(prompts)]
     bounds = {level: (min(s), max(s)) for level, m in levels.items() if (s := [entropies[i] for i in m])}
     found = OpenEnded(entropies, bounds, [], [], texts)
-    for setting, rows, by_task in one_by_one(model, settings, tasks, batch_size=batch_size, on_batch=on_batch):
+    for setting, rows, by_task in setting_by_setting(model, settings, tasks, batch_size=batch_size, on_batch=on_batch):
         completions = _in_order(list(zip(levels.values(), by_task, strict=True)))
         measures = _measures(model, setting.label, encoded, completions, rows, of_references)
         ar = found.measures[0] if found.measures else measures

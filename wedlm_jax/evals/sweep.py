@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
@@ -140,6 +141,44 @@ def sweep(
     return rows, completions
 
 
+class OfSetting(NamedTuple):
+    """What one setting made of all tasks."""
+
+    setting: Setting
+    rows: list[Row]  # one a task
+    completions: list[list[Completion]]  # of each task
+
+
+def setting_by_setting(
+    model: Model,
+    settings: Sequence[Setting],
+    tasks: Sequence[tuple[Task, list[Problem]]],
+    *,
+    batch_size: int,
+    generate: Generate = generate_rows,
+    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+) -> Iterator[OfSetting]:
+    """`sweep` in the other order, each setting as soon as it is measured, so that it can be shown and saved at once.
+
+    Args:
+      settings: of one model; AR first, which the others are set against. The others are as of `sweep`.
+    """
+    assert settings[0].config.decoder == "ar"
+    clock, of_ar = _WarmClock(generate, batch_size), list[Measurement]()
+    for setting in settings:
+        measured, first_row = list[Measurement](), 0
+        for task, problems in tasks:
+            on_done = functools.partial(on_batch, setting, task)
+            measured.append(clock.measure(model, problems, setting.config, first_row, on_done))
+            first_row += len(problems)
+        of_ar = of_ar or measured
+        rows = [
+            _row(task, problems, setting, ours, ar, batch_size)
+            for (task, problems), ours, ar in zip(tasks, measured, of_ar, strict=True)
+        ]
+        yield OfSetting(setting, rows, [m.completions for m in measured])
+
+
 class _WarmClock:
     """Times generate calls of fixed size. A shape that was not met before is run once untimed, so that it is compiled."""
 
@@ -155,7 +194,6 @@ class _WarmClock:
         first_row: int,
         on_batch: Callable[[int], None],
     ) -> Measurement:
-        resolved = make_request(model, problems[0].prompt, config, row=first_row, name=f"prompt {first_row}").config
         completions: list[Completion] = []
         seconds, timed_tokens = 0.0, 0
         for start in range(0, len(problems), self._batch_size):
@@ -172,7 +210,7 @@ class _WarmClock:
             timed_tokens += sum(c.stats.generated_tokens for c in batch)
             completions += batch[: len(prompts)]
             on_batch(len(prompts))
-        return Measurement(resolved, completions, timed_tokens / seconds)
+        return Measurement(resolved(model, config), completions, timed_tokens / seconds)
 
 
 def _row(
@@ -223,6 +261,13 @@ def _accepted(completions: Sequence[Completion]) -> list[float] | None:
 
 def _same_tokens(one: Completion, other: Completion) -> bool:
     return one.ids == other.ids
+
+
+def resolved(model: Model, config: DecodeConfig) -> DecodeConfig:
+    """The settings with what the model decides of them, its calibration too, and tau and lambda as numbers."""
+    config = make_request(model, [0], config, row=0, name="prompt").config
+    tau = None if config.entropy_threshold is None else config.tau
+    return dataclasses.replace(config, entropy_threshold=tau, distance_penalty=config.penalty)
 
 
 def settings_as_json(config: DecodeConfig) -> dict[str, Any]:

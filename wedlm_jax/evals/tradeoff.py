@@ -12,9 +12,8 @@ from scipy.stats import spearmanr
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.evals.one_by_one import one_by_one
 from wedlm_jax.evals.order import Order, filling_order
-from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, generate_rows
+from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, generate_rows, setting_by_setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
@@ -94,7 +93,8 @@ def measure(
         traced = [c for i, batch in batches for c in generate_rows(model, batch, setting.config, i, trace=True)]
         return filling_order(traced, lengths)
 
-    found = one_by_one(model, [ar, *settings], [(task, problems)], batch_size=batch_size, on_batch=on_batch)
+    tasks = [(task, problems)]
+    found = setting_by_setting(model, [ar, *settings], tasks, batch_size=batch_size, on_batch=on_batch)
     of_ar = next(found).rows[0]
     points: list[Point] = []
     for measured in found:

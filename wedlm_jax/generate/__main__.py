@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from wedlm_jax import pretrained
+from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import Request, decode_batch, make_request
@@ -68,8 +69,8 @@ def generate(args: Generate) -> None:
     prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
-    for line in model.calibration.in_use(args.decode) if model.calibration is not None else ():
-        print(line, file=sys.stderr)
+    for note in calibration_in_use(model, [args.decode]):
+        print(note, file=sys.stderr)
     completions: Iterable[Completion] = track(
         decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
         disable=len(requests) <= args.batch_size,
@@ -109,8 +110,7 @@ def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterat
     """The completions in the order of the requests: batch by batch, or through an engine where that prefills much less. A trace
     is of whole batches."""
     if args.trace is None and len(requests) > 1 and _begin_alike([r.prompt for r in requests]):
-        rows = min(args.batch_size, len(requests))
-        yield from in_order(model, requests, rows=rows, mend="lower --batch-size or --max-new-tokens")
+        yield from in_order(model, requests, rows=min(args.batch_size, len(requests)))
         return
     for start in range(0, len(requests), args.batch_size):
         yield from decode_batch(model, requests[start : start + args.batch_size], trace=args.trace is not None)
