@@ -13,7 +13,7 @@ from wedlm_jax.decode.loop import run
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, generate_rows, settings_of, sweep
+from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, generate_rows, setting_by_setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task, wilson_interval
 
 AR, FAST = Setting("AR", ADAPTED, DecodeConfig(decoder="ar")), Setting("fast", ADAPTED, DecodeConfig())
@@ -59,6 +59,16 @@ def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monk
     # Three batches of two rows of four tokens; the 60 s of the first calls are not in them.
     assert (ar.tokens_per_second, fast.tokens_per_second) == (24 / 6, 24 / 3)
     assert (ar.speedup_over_ar, fast.speedup_over_ar) == (1, 2)
+
+
+def test_setting_by_setting_the_rows_are_those_of_the_sweep_and_no_batch_is_run_for_them_alone(monkeypatch):
+    settings = (AR, FAST, Setting("faster", ADAPTED, DecodeConfig(entropy_threshold=0.9)))
+    whole, tasks = FakeGenerate(monkeypatch, wrong=("3",)), [(ECHO, PROBLEMS)]
+    expected, completions = run_fake(whole, settings=settings)
+    one_by_one = FakeGenerate(monkeypatch, wrong=("3",))
+    found = list(setting_by_setting(tiny_model(), settings, tasks, batch_size=2, generate=one_by_one))
+    assert [row for of in found for row in of.rows] == expected and one_by_one.calls == whole.calls
+    assert [of.completions for of in found] == [[completions["echo", s.label]] for s in settings]
 
 
 def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
