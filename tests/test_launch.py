@@ -78,10 +78,8 @@ def test_the_readme_names_every_script():
 
 def fake_python(folder: Path, *lines: str) -> Path:
     """Notes its arguments in `folder`/runs before it does what `lines` say."""
-    fake = folder / "python"
-    fake.write_text("\n".join(["#!/usr/bin/env bash", f'echo "$@" >> {folder}/runs', *lines, ""]))
-    fake.chmod(0o755)
-    return fake
+    program(folder / "python", "\n".join([f'echo "$@" >> {folder}/runs', *lines]))
+    return folder / "python"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ TOKENIZER_FILES = (
 )
 GENERATION_FILE = "generation_config.json"
 
-# What the official engine takes where a `wedlm` checkpoint names no mask id, as Tencent's do (their config.json says null).
+# What the official engine (model_runner.py) takes where a `wedlm` checkpoint names no mask id, as Tencent's need not.
 OFFICIAL_MASK_TOKEN_ID = 151_665
 
 
