@@ -20,8 +20,9 @@ DEFAULT_RMS_NORM_EPS = 1e-6
 QWEN3_DEFAULT_HEAD_DIM = 128
 FULL_ATTENTION = "full_attention"
 
-# The first release with Qwen3. Releases around 4.57 are said to warn of a wrong pattern in any large tokenizer beside a config.json
-# that names a later one or none, and advise a setting that would change its tokens (huggingface/transformers, issue 42591).
+# The first release with Qwen3. Releases around 4.57 are said to warn of a wrong pattern in any large tokenizer beside a
+# config.json that names a later one or none, and advise a setting that would change its tokens (huggingface/transformers,
+# issue 42591).
 TRANSFORMERS_VERSION = "4.51.0"
 
 # Fields that change the forward pass and that we do not implement, with the values that leave it alone.
