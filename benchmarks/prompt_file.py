@@ -10,7 +10,6 @@ shape, each as long as the model's completion was. `to compile`: what the first 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,8 +23,9 @@ from benchmarks.random_model import random_model
 from benchmarks.side_by_side import machine, print_table
 from wedlm_jax import Completion, DecodeConfig, Model, load
 from wedlm_jax.data.quickstart_tasks import TASKS
+from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.config import Decoder
-from wedlm_jax.decode.generation import Request, decode_batch, make_request
+from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.engine import in_order
 from wedlm_jax.errors import entry
 from wedlm_jax.evals.row_cost import median_ratio
@@ -64,7 +64,7 @@ def main() -> None:
     for decoder in flags.decoders:
         config = DecodeConfig(decoder, window_size=flags.window_size, max_new_tokens=flags.max_new_tokens)
         requests = [make_request(model, prompt, config, row=0, name="prompt") for prompt in prompts]
-        completions = in_batches(model, requests, flags.rows)
+        completions = list(in_batches(model, requests, batch_size=flags.rows))
         for label, of in models.items():
             own = requests if of is model else list(map(as_long, requests, completions))
             rows.append((label, decoder, *both_ways(of, own, flags)))
@@ -79,15 +79,10 @@ def as_long(request: Request, completion: Completion) -> Request:
     return request._replace(config=dataclasses.replace(request.config, stop_ids=(), max_new_tokens=len(completion.ids)))
 
 
-def in_batches(model: Model, requests: Sequence[Request], rows: int) -> list[Completion]:
-    starts = range(0, len(requests), rows)
-    return [c for start in starts for c in decode_batch(model, requests[start : start + rows], trace=False)]
-
-
 def both_ways(model: Model, requests: Sequence[Request], flags: Flags) -> tuple[str, ...]:
     ways = (
-        functools.partial(in_batches, model, requests, flags.rows),
-        lambda: list(in_order(model, requests, rows=flags.rows)),
+        lambda: in_batches(model, requests, batch_size=flags.rows),
+        lambda: in_order(model, requests, rows=flags.rows),
     )
     turns = []
     for _ in range(flags.rounds + 1):

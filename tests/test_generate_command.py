@@ -11,6 +11,7 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode import batches
 from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError
 from wedlm_jax.pretrained import load, save
@@ -45,7 +46,7 @@ def refused(call, capsys, monkeypatch):
     """Calls the command, which must fail before anything is decoded; returns its one line."""
 
     def run(*flags):
-        for way in ("decode_batch", "in_order"):
+        for way in ("in_batches", "in_order"):
             monkeypatch.setattr(command, way, lambda *args, **kwargs: pytest.fail("decoded something"))
         with pytest.raises(SystemExit) as exit:
             call(*flags)
@@ -87,7 +88,7 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
 @pytest.mark.parametrize("decoder", ["verified", "streaming"])
 @pytest.mark.parametrize(
     "shared, batch, calls_made",
-    [("", 2, ["decode_batch"] * 4), ("Answer. " * 6, 2, ["in_order"]), ("Answer. " * 6, 16, ["in_order"])],
+    [("", 2, ["in_batches"]), ("Answer. " * 6, 2, ["in_order"]), ("Answer. " * 6, 16, ["in_order"])],
 )
 def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
     call, directory, tmp_path, monkeypatch, decoder, shared, batch, calls_made
@@ -112,15 +113,15 @@ def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call,
     source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
     target.write_text("old")
 
-    batches = iter([command.decode_batch] * 2)
+    done = iter([batches.decode_batch] * 2)
 
     def interrupted(*args, **kwargs):
-        batch = next(batches, None)
+        batch = next(done, None)
         if batch is None:
             raise KeyboardInterrupt
         return batch(*args, **kwargs)
 
-    monkeypatch.setattr(command, "decode_batch", interrupted)
+    monkeypatch.setattr(batches, "decode_batch", interrupted)
     with pytest.raises(SystemExit) as exit:
         call("--input", source, "--output", target, "--batch-size", 1, "--max-new-tokens", 4, "--decoder", "ar")
     assert exit.value.code == 130
@@ -132,15 +133,15 @@ def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call,
 
 def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, monkeypatch, capsys):
     source, target, trace = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
-    batches = iter([command.decode_batch] * 2)
+    done = iter([batches.decode_batch] * 2)
 
     def out_of_memory(*args, **kwargs):
-        batch = next(batches, None)
+        batch = next(done, None)
         if batch is None:
             raise UserError("out of memory with a batch of 1")
         return batch(*args, **kwargs)
 
-    monkeypatch.setattr(command, "decode_batch", out_of_memory)
+    monkeypatch.setattr(batches, "decode_batch", out_of_memory)
     with pytest.raises(SystemExit) as exit:
         call("--input", source, "--output", target, "--trace", trace, "--batch-size", 1, "--max-new-tokens", 4,
              "--decoder", "ar")  # fmt: skip

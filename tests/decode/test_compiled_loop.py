@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode import batches, window
 from wedlm_jax.decode import loop as decode_loop
-from wedlm_jax.decode import window
+from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.generation import SMALLEST_BUCKET
+from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request
 from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
@@ -68,6 +69,19 @@ def test_another_shape_is_another_program():
     for limit in (1, 1 + SMALLEST_BUCKET, 1 + 2 * SMALLEST_BUCKET):
         generate(model, [[0]], config_of("ar", max_new_tokens=limit))
     assert [now - then for now, then in zip(programs(), before, strict=True)] == [3, 3]
+
+
+@pytest.mark.parametrize("number, batch_size, rows", [(7, 3, [3] * 3), (7, 6, [4] * 2), (2, 16, [2]), (5, 1, [1] * 5)])
+def test_batches_of_a_file_have_one_shape_whatever_its_number_and_fill_up_without_a_trace(
+    monkeypatch, number, batch_size, rows
+):
+    config, model, seen = config_of("verified", temperature=0.7), tiny_model(), []
+    decode = batches.decode_batch
+    monkeypatch.setattr(batches, "decode_batch", lambda *args: seen.append(len(args[1])) or decode(*args))
+    prompts = [[1 + i % 5] * (1 + i) for i in range(number)]
+    requests = [make_request(model, prompt, config, row=row, name="") for row, prompt in enumerate(prompts)]
+    assert list(in_batches(model, requests, batch_size=batch_size)) == generate(model, prompts, config)
+    assert seen == rows
 
 
 def test_greedy_rows_alone_make_a_program_without_draws_and_draw_nothing_beside_others():

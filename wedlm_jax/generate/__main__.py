@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.progress import track
 
 from wedlm_jax import pretrained
+from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.flags import spell_none
-from wedlm_jax.decode.generation import Request, decode_batch, make_request
+from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.engine import in_order
@@ -56,7 +57,7 @@ class Generate:
     """Also give the AR log-probability of every token (nats) and, of verified and lookup, how many drafts were checked and
     agreed with AR, by their distance in slots."""
     batch_size: int = 16
-    """Prompts decoded at once."""
+    """The most prompts decoded at once."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
@@ -112,8 +113,7 @@ def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterat
     if args.trace is None and len(requests) > 1 and _begin_alike([r.prompt for r in requests]):
         yield from in_order(model, requests, rows=min(args.batch_size, len(requests)))
         return
-    for start in range(0, len(requests), args.batch_size):
-        yield from decode_batch(model, requests[start : start + args.batch_size], trace=args.trace is not None)
+    yield from in_batches(model, requests, batch_size=args.batch_size, trace=args.trace is not None)
 
 
 def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
