@@ -121,7 +121,7 @@ def test_decoders_without_an_autoregressive_chain_report_none():
     assert generate(tiny_model(), [PROMPT] * 3, config_of("ar"))[0].acceptance is None
 
 
-def test_lookup_drafts_what_followed_the_longest_and_latest_match():
+def test_lookup_drafts_what_followed_the_longest_match_with_the_longest_and_latest_continuation():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 20, size=200)
     histories = rng.integers(0, 3, size=(200, 20))
@@ -129,7 +129,7 @@ def test_lookup_drafts_what_followed_the_longest_and_latest_match():
         jnp.asarray(histories), jnp.asarray(lengths), jnp.full(200, 5), slots=7
     )
     for history, length, row, n in zip(histories.tolist(), lengths, np.asarray(drafts), np.asarray(count), strict=True):
-        assert row[:n].tolist() == continuation(history[:length])[:5]
+        assert row[:n].tolist() == continuation(history[:length], 5)
     assert {0, 1, 5} <= set(np.asarray(count).tolist())
 
 

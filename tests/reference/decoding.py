@@ -233,7 +233,7 @@ def fallback(row: Row) -> None:
 def lookup(row: Row) -> None:
     """Drafts are what followed the longest of the last 3, 2 or 1 tokens where they came last before; checked as in `verified`."""
     history, pending = list(row.context), row.context.pop()
-    window = [pending, *continuation(history)[: row.config.window_size - 1]]
+    window = [pending, *continuation(history, row.config.window_size - 1)]
     while True:
         logits = row.forward(window)
         base = len(row.context)
@@ -245,14 +245,15 @@ def lookup(row: Row) -> None:
             return
         row.context += window[: len(chain)]
         history += chain
-        window = [chain[-1], *continuation(history)[: row.config.window_size - 1]]
+        window = [chain[-1], *continuation(history, row.config.window_size - 1)]
 
 
-def continuation(history: list[int]) -> list[int]:
+def continuation(history: list[int], most: int) -> list[int]:
     for n in (3, 2, 1):
-        for end in range(len(history) - 1, n - 1, -1):
-            if history[end - n : end] == history[-n:]:
-                return history[end:]
+        ends = range(len(history) - 1, n - 1, -1)
+        found = [history[end : end + most] for end in ends if history[end - n : end] == history[-n:]]
+        if found:
+            return max(found, key=len)  # the first of the longest: the latest
     return []
 
 
