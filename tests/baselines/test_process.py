@@ -143,6 +143,16 @@ def test_an_engine_that_is_not_installed_is_said_so():
         Baseline("vllm", sys.executable, Path("x"), dtype="float32")
 
 
+def test_transformers_on_a_cpu_is_not_held_against_jax_on_an_accelerator(monkeypatch, tmp_path):
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        pytest.skip("needs torch")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(UserError, match="JAX runs on a gpu and this torch would on the CPU; name a --python"):
+        Baseline("transformers", sys.executable, Path("x"), dtype="float32")
+
+
 def test_a_checkout_that_is_none_is_said_so(tmp_path):
     if importlib.util.find_spec("torch") is None:
         pytest.skip("needs torch")

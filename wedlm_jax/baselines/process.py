@@ -68,7 +68,7 @@ class Baseline:
                 f"{python}: cannot be run ({(error.strerror or str(error)).lower()}); name a Python"
             ) from None
         try:
-            self.ask({"model": str(model), **settings})
+            self.ask({"model": str(model), "platform": jax.default_backend(), **settings})
         except BaseException:  # no `with` statement has been entered that would end it
             self._end()
             raise

@@ -10,6 +10,11 @@ def load(job: Job) -> Engine:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and job["platform"] != "cpu":
+        raise RuntimeError(
+            f"JAX runs on a {job['platform']} and this torch would on the CPU; name a --python whose torch sees a GPU, or set "
+            f"JAX_PLATFORMS=cpu for both"
+        )
     dtype = getattr(torch, job["dtype"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, device_map=None).eval()
     torch.nn.Module.to(model, device)
