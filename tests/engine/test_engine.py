@@ -279,6 +279,9 @@ def test_a_request_that_does_not_fit_is_refused_when_it_is_submitted():
         served.submit([1] * 60, DecodeConfig("ar", max_new_tokens=5))
     with pytest.raises(UserError, match="line 7 is empty"):
         served.submit([], name="line 7")
+    for row in (2**31, "a", None):
+        with pytest.raises(UserError, match=f"row={row!r}: must "):
+            served.submit([1], DecodeConfig("ar", max_new_tokens=5), row=row)
     assert served.waiting == 0
 
 

@@ -70,7 +70,7 @@ class DecodeConfig:
         for name, least in (("window_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
             if name == "window_size" and self.window_size == "auto":
                 continue
-            value = _integer(name, getattr(self, name))
+            value = integer(name, getattr(self, name))
             if value < least:
                 raise UserError(f"{name}={value}: must be at least {least}")
             object.__setattr__(self, name, value)  # Python's own where it was NumPy's
@@ -95,9 +95,9 @@ class DecodeConfig:
                 raise UserError(
                     f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own"
                 )
-            object.__setattr__(self, "stop_ids", tuple(_integer("stop_ids", i) for i in self.stop_ids))
+            object.__setattr__(self, "stop_ids", tuple(integer("stop_ids", i) for i in self.stop_ids))
         if self.mask_token_id is not None:
-            object.__setattr__(self, "mask_token_id", _integer("mask_token_id", self.mask_token_id))
+            object.__setattr__(self, "mask_token_id", integer("mask_token_id", self.mask_token_id))
         for name in ("reorder", "ban_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
@@ -186,7 +186,12 @@ class DecodeConfig:
         return max(-(-len(self.stop_ids or ()) // STOP_ID_SLOTS), 1) * STOP_ID_SLOTS
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
+    """`value` as an int.
+
+    Raises:
+      UserError: it is none, or exceeds 32 bits.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UserError(f"{name}={value!r}: must be an integer")
     if not -(2**31) <= value < 2**31:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wedlm_jax.decode.config import DecodeConfig, RowSettings
+from wedlm_jax.decode.config import DecodeConfig, RowSettings, integer
 from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord
@@ -114,7 +114,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
         raise UserError(f"stop_ids: {outside[0]} is not in the vocabulary [0, {model.config.vocab_size})")
     config = dataclasses.replace(config, stop_ids=tuple(stop_ids), mask_token_id=mask_token_id)
     config = config if model.calibration is None else model.calibration.apply(config)
-    return Request(ids, config, row)
+    return Request(ids, config, integer("row", row))
 
 
 class Batch:
