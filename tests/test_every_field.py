@@ -34,10 +34,10 @@ from wedlm_jax.evals.likelihood import BitsPerByte, Recovery
 from wedlm_jax.evals.sweep import ADAPTED, settings_of
 from wedlm_jax.experiment import Experiment, ModelConfig, ModelOverrides, TokenizerConfig, TrainConfig, override
 from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
-from wedlm_jax.train_step import ObjectiveConfig
 
 # Tables of tests that change one field after the other and look at what comes out.
 TABLES = {

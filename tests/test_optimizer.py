@@ -17,9 +17,10 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, decayed, learning_rate, make_adamw
 from wedlm_jax.train_state import new_state
-from wedlm_jax.train_step import ObjectiveConfig, StepSettings, wedlm_step
+from wedlm_jax.train_step import StepSettings, wedlm_step
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracle"
 

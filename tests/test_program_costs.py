@@ -9,11 +9,12 @@ from jax.experimental import pallas as pl
 
 from tests.tiny_training import MODEL, SETTINGS, packed_batch
 from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import attend_ranges
 from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
-from wedlm_jax.train_step import ObjectiveConfig, compile_step, wedlm_step
+from wedlm_jax.train_step import compile_step, wedlm_step
 
 TEXT = """HloModule example
 

@@ -21,6 +21,7 @@ FLOORS = (
     {"ops", "preemption"},
     {"sharding"},
     {"model", "diffusion", "data"},
+    {"objective"},
     {"optimizer", "train_state", "mask_training", "train_step", "hf", "checkpoint", "metrics", "decode"},
     {"engine", "pretrained", "baselines"},
     {"evals", "study"},

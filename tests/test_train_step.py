@@ -17,10 +17,11 @@ from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.objective import ObjectiveConfig
+from wedlm_jax.ops.attention import ranges
 from wedlm_jax.train_state import from_seed
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
-    ObjectiveConfig,
     StepSettings,
     ar_step,
     compile_step,
@@ -123,6 +124,27 @@ def test_every_field_of_the_objective_reaches_the_loss(field):
     np.testing.assert_allclose(loss, (parts["mlm_loss"] + w * parts["ar_loss"]) / (1 + w), rtol=1e-6)
     assert all(abs(loss - other) > 1e-4 for other in LOSSES_SEEN.values())
     LOSSES_SEEN[str(field)] = loss
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("highest", "HIGHEST"), ("default", "DEFAULT")])
+def test_matmul_precision_holds_in_the_custom_gradients_of_attention(precision, expected, monkeypatch):
+    """Which are traced when the model's forward pass, which sets it, is over."""
+    monkeypatch.setattr(ranges, "DENSE_SCORES", 0)
+    settings = dataclasses.replace(SETTINGS, model=dataclasses.replace(MODEL, matmul_precision=precision))
+    text = compile_step(wedlm_step, settings, one_device_mesh()).lower(fresh_state(), packed_batch()).as_text()
+    batched = [line for line in text.splitlines() if "dot_general" in line and "batching_dims" in line]  # of heads
+    scores = [
+        line for line in batched if min(shape.count("x") for shape in re.findall(r"tensor<([^>]*)>", line)[:2]) > 3
+    ]
+    assert len(scores) >= 7  # two forward, five backward
+    found = [re.search(r"precision = \[(\w+), \w+\]", line) for line in scores]
+    assert {match[1] if match else "DEFAULT" for match in found} == {expected}
+
+
+def test_shares_of_blocks_are_refused_where_whole_documents_are_masked():
+    for name in ("fully_masked", "suffix_masked"):
+        with pytest.raises(UserError, match=rf"objective.{name}=0.5 .*objective.streams=single masks whole documents"):
+            ObjectiveConfig(streams="single", **{name: 0.5})
 
 
 def test_the_mask_id_of_the_objective_is_that_of_the_model_and_its_ar_steps_come_first(tmp_path, monkeypatch):

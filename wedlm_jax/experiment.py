@@ -35,10 +35,11 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig, ModelOverrides
+from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.study import Curve, Measure, Stage, Study
-from wedlm_jax.train_step import ObjectiveConfig, StepSettings
+from wedlm_jax.train_step import StepSettings
 
 __all__ = [
     "AdapterConfig",

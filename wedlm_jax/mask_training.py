@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +15,9 @@ from wedlm_jax.model.frozen_head import cross_entropy_of_targets, divergence_fro
 from wedlm_jax.model.mask_rows import Chosen, Frozen, Prediction, capacities, least_holding, run_frozen, run_masks
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import DualStream, document_starts
+from wedlm_jax.objective import Targets
 
 Params = dict[str, jax.Array]
-
-# What a mask is to predict: the token of the data, or what the base says there (its memory stream, one place before).
-Targets = Literal["data", "distill"]
 
 
 def mask_gradients(

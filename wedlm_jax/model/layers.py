@@ -19,8 +19,6 @@ from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.ops.tiles import by_tiles
 from wedlm_jax.sharding import constrain
 
-EMBEDDING_STDDEV = 0.02
-
 # The rows to which an adapter applies: none, all, or those where bool [B, L] is True.
 AdaptedRows = bool | jax.Array
 
@@ -69,7 +67,8 @@ class Linear(nnx.Module):
 
     def of_base(self, tokens: jax.Array) -> jax.Array:
         y = _product(self.equation, tokens, self.kernel[...].astype(self.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+        # Added in float32, so that its gradient, a sum over all tokens, is summed in float32 too.
+        return y if self.bias is None else (y.astype(jnp.float32) + self.bias[...]).astype(self.dtype)
 
     def delta(self, x_TR: jax.Array) -> jax.Array:
         """What the adapter adds, of x A."""
@@ -123,22 +122,6 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x.astype(self.dtype), self.scale[...], self.eps)
-
-
-class Embedding(nnx.Module):
-    """A table [rows, D]; `axis` names its rows."""
-
-    def __init__(self, config: ModelConfig, rows: int, axis: str, *, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(EMBEDDING_STDDEV)
-        self.dtype, self.axis = config.dtype, axis
-        shape = (rows, config.hidden_size)
-        self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=(axis, "embed"))
-
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """[B, L, D] of ids [B, L]; an id past the table reads its last row."""
-        # Whole along D before the look-up: the rows of a batch are cut over the same devices as D.
-        table = constrain(self.embedding[...].astype(self.dtype), self.axis, None)
-        return constrain(table[ids], "batch", None, None)
 
 
 class Attention(nnx.Module):

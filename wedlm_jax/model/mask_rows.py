@@ -154,8 +154,10 @@ def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, 
         run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
     with jax.default_matmul_precision(config.matmul_precision):
         graph, stacked = transformer.split_stack()
-        embedding = transformer.mask_embedding[...].astype(config.dtype)
-        x = constrain(jnp.broadcast_to(embedding, (*masks.rows.shape, embedding.size)), "batch", None, None)
+        embedding = transformer.mask_embedding[...]
+        # Repeated before it is rounded, so that its gradient, a sum over all masks, is summed in float32.
+        repeated = jnp.broadcast_to(embedding, (*masks.rows.shape, embedding.size)).astype(config.dtype)
+        x = constrain(repeated, "batch", None, None)
         x, _ = jax.lax.scan(lambda x, read: (run(x, *read), None), x, (stacked, frozen.memory, frozen.observed))
         return transformer.final_norm(x)
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.embedding import EMBEDDING_STDDEV, Embedding
 from wedlm_jax.model.kv_cache import Cache, KVCache
-from wedlm_jax.model.layers import EMBEDDING_STDDEV, AdaptedRows, Embedding, Layer, Linear, RMSNorm
+from wedlm_jax.model.layers import AdaptedRows, Layer, Linear, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern, of_read, reading_all
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
@@ -177,7 +178,7 @@ class Transformer(nnx.Module):
 
     def embedded(self, tokens: jax.Array, masked: jax.Array | None = None) -> jax.Array:
         """[B, L, D] of ids [B, L]; of the mask rows the learned embedding, where there is one."""
-        x_BLD = self.embed(tokens)
+        x_BLD = self.embed(tokens, masked)
         if self.mask_embedding is None or masked is None:
             return x_BLD
         chex.assert_equal_shape([tokens, masked])

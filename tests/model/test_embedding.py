@@ -1,0 +1,62 @@
+"""Embeddings: what is looked up, and gradients that sum thousands of tokens."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from wedlm_jax.model.embedding import Embedding
+from wedlm_jax.model.layers import Linear
+
+from .tiny import TINY
+
+MASK = 7
+IN_BFLOAT16 = dataclasses.replace(TINY, dtype="bfloat16")
+
+
+def gradient(config, ids, masked=None, weights=1.0):
+    """Of the weighted sum of what is looked up, in the table."""
+    graph, state = nnx.split(Embedding(config, config.vocab_size, "vocab", rngs=nnx.Rngs(0)))
+
+    def loss(state):
+        return jnp.sum(nnx.merge(graph, state)(ids, masked).astype(jnp.float32) * weights)
+
+    return np.asarray(jax.jit(jax.grad(loss))(state)["embedding"][...])
+
+
+@pytest.mark.parametrize("knows_masks", [False, True])
+def test_the_gradient_of_a_row_that_thousands_of_tokens_read_loses_none_in_bfloat16(knows_masks):
+    ids = jnp.full((2, 2048), MASK).at[:, ::4].set(3)  # a sum of ones in bfloat16 stays at 256
+    found = gradient(IN_BFLOAT16, ids, ids == MASK if knows_masks else None)
+    assert (found[MASK] == 3072).all() and (found[3] == 1024).all()
+    assert not np.delete(found, [3, MASK], axis=0).any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_gradient_is_that_of_a_plain_look_up_however_many_are_masks(share):
+    rng = np.random.default_rng(0)
+    masked = rng.random((3, 40)) < share
+    ids = jnp.asarray(np.where(masked, MASK, rng.integers(0, TINY.vocab_size, (3, 40))))
+    weights = jnp.asarray(rng.normal(size=(3, 40, TINY.hidden_size)), jnp.float32)
+    expected = np.zeros((TINY.vocab_size, TINY.hidden_size))
+    np.add.at(expected, np.asarray(ids), np.asarray(weights))
+    np.testing.assert_allclose(gradient(TINY, ids, jnp.asarray(masked), weights), expected, atol=1e-5)
+
+
+def test_an_id_past_the_table_reads_and_teaches_its_last_row():
+    embedding = Embedding(TINY, TINY.vocab_size, "vocab", rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(
+        embedding(jnp.array([[TINY.vocab_size]])), embedding(jnp.array([[TINY.vocab_size - 1]]))
+    )
+    assert (gradient(TINY, jnp.array([[TINY.vocab_size]]))[-1] == 1).all()
+
+
+def test_the_gradient_of_a_bias_loses_no_token_in_bfloat16():
+    linear = Linear(IN_BFLOAT16, "TD,DF->TF", (4, 3), ("embed", "mlp"), stddev=1.0, bias=True, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(linear)
+    x = jnp.ones((1, 4096, 4), jnp.bfloat16)
+    found = jax.jit(jax.grad(lambda state: jnp.sum(nnx.merge(graph, state)(x).astype(jnp.float32))))(state)
+    assert (np.asarray(found["bias"][...]) == 4096).all()
