@@ -157,6 +157,18 @@ def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, mon
     assert sorted(tmp_path.iterdir()) == [source, *kept]
 
 
+def test_after_an_interruption_a_pipe_stays_where_it_was(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(KeyboardInterrupt), command.jsonl(tmp_path / "pipe") as write_line:
+        write_line({"ids": [3]})
+        raise KeyboardInterrupt
+    assert os.read(reader, 100) == b'{"ids": [3]}\n'
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 1
+    assert "lines are in" not in capsys.readouterr().err
+
+
 def test_where_an_engine_runs_out_of_memory_flags_are_named(call, tmp_path, monkeypatch, capsys):
     def runs_out(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 
@@ -31,3 +32,29 @@ def test_what_breaks_off_leaves_what_was_there(tmp_path):
         partial.write_text("half")
         raise KeyboardInterrupt
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.png", "old\n")]
+
+
+def test_a_link_stays_one_and_the_file_that_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "r.json").symlink_to(tmp_path / "far" / "real.json")
+    for number in (1, 2):  # at first it leads nowhere
+        write_json(tmp_path / "r.json", number)
+        assert (tmp_path / "r.json").is_symlink()
+        assert [(path.name, path.read_text()) for path in (tmp_path / "far").iterdir()] == [
+            ("real.json", f"{number}\n")
+        ]
+
+
+def test_a_pipe_or_a_device_is_written_and_stays_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        for name in ("pipe", "link"):
+            write_json(tmp_path / name, name)
+            assert os.read(reader, 100).decode() == f'"{name}"\n'
+        with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "pipe"):
+            raise KeyboardInterrupt
+    finally:
+        os.close(reader)
+    assert (tmp_path / "pipe").is_fifo() and len(list(tmp_path.iterdir())) == 2

@@ -15,19 +15,25 @@ from wedlm_jax.errors import writing
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Around what writes `path`, to the partial file that is yielded: it takes the place of `path` at the end.
+    """Around what writes `path`, to the partial file that is yielded: it takes the place of `path` at the end, or of the file
+    that a link leads to. Where `path` is no file, but a device or a pipe, it is itself what is yielded.
 
     Raises:
       UserError: it cannot be written.
     """
-    # It ends as `path` does: a picture's format is read from that.
-    partial = path.with_name(f".partial.{os.getpid()}.{path.name}")
-    try:
-        with writing(path):
+    with writing(path):
+        # Asked before links are followed: where `/dev/stdout` leads has no path if it is a pipe.
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        target = path.resolve() if path.is_symlink() else path
+        # It ends as `path` does: a picture's format is read from that.
+        partial = target.with_name(f".partial.{os.getpid()}.{path.name}")
+        try:
             yield partial
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, results: Any) -> None:

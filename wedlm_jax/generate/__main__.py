@@ -229,7 +229,7 @@ def trace_lines(prompt: int, completion: Completion) -> Iterator[dict[str, Any]]
 def jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Around what writes a file, by lines to the function that is yielded. It becomes `path` at the end; if anything goes wrong,
     the old file stays as it was. What was there before Ctrl-C, or before memory ran out, is kept beside it."""
-    lines, unfinished = 0, path.with_name(f"{path.name}.unfinished")
+    lines = 0
     with replacing(path) as partial:
         try:
             with partial.open("w", encoding="utf-8") as file:
@@ -241,7 +241,8 @@ def jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
                 yield write
         except (KeyboardInterrupt, UserError):
-            if lines:
+            if lines and partial != path:  # a device or a pipe has them already
+                unfinished = partial.with_name(f"{path.name}.unfinished")
                 partial.replace(unfinished)
                 print(f"the first {lines} lines are in {unfinished}", file=sys.stderr)
             raise

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.errors import writing
+from wedlm_jax.results import replacing
 
 Lines = Sequence[Mapping[str, Any]]  # the logged steps of a run
 
@@ -79,12 +80,8 @@ def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
     plt.close(figure)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(f".{out.name}.partial")
-        try:
-            partial.write_bytes(picture.getvalue())
-            partial.replace(out)
-        finally:
-            partial.unlink(missing_ok=True)
+    with replacing(out) as partial:
+        partial.write_bytes(picture.getvalue())
     return list(shown)
 
 
