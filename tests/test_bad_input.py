@@ -201,7 +201,7 @@ def prompts(line: str):
 
 
 PROMPTS = {
-    "no prompt": Case(GENERATE, "give one of --prompt TEXT and --input IN.jsonl"),
+    "no prompt": Case(GENERATE, "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
     "no model": Case("generate --model absent --prompt x", "absent: no such directory; python -m wedlm_jax.train --exp NAME"),
     "no prompts": Case(f"{GENERATE} --input absent.jsonl", "--input absent.jsonl: cannot be read .*; name a JSONL file"),
     "a line that is no JSON": Case(f"{GENERATE} --input prompts.jsonl", "prompts.jsonl:2: not JSON .*; write one", prompts("{")),

@@ -189,6 +189,13 @@ def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call,
     assert "generated_tokens 5" in shown.err and "p_cache 1," in shown.err
 
 
+def test_a_message_is_answered_through_the_chat_template(call, directory, capsys):
+    call("--message", "hello", "--decoder", "ar", "--max-new-tokens", 5)
+    message = [{"role": "user", "content": "hello"}]
+    answer, continuation = generate(load(directory), [message, "hello"], DecodeConfig("ar", max_new_tokens=5))
+    assert capsys.readouterr().out == answer.text + "\n" != continuation.text + "\n"
+
+
 def test_details_are_given_on_request(call, directory, tmp_path, capsys):
     source, target = write(tmp_path / "in.jsonl", LINES[0]), tmp_path / "out.jsonl"
     flags = ("--decoder", "verified", "--max-new-tokens", 6, "--window-size", 4, "--details")
@@ -288,8 +295,9 @@ def test_a_bad_line_is_named_before_anything_is_decoded_and_the_old_output_stays
 @pytest.mark.parametrize(
     "flags, complaint",
     [
-        ((), "give one of --prompt TEXT and --input IN.jsonl"),
-        (("--prompt", "a", "--input", "b"), "give one of --prompt TEXT and --input IN.jsonl"),
+        ((), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
+        (("--prompt", "a", "--input", "b"), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
+        (("--prompt", "a", "--message", "b"), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
         (("--prompt", ""), "--prompt is empty"),
         (("--input", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
         (("--prompt", "a", "--output", "nowhere/out.jsonl"), "the folder nowhere does not exist"),

@@ -1,6 +1,7 @@
-"""Complete a prompt, or a file of prompts.
+"""Complete a prompt, answer a message, or do so for a file of them.
 
 python -m wedlm_jax.generate --model DIR --prompt "Q: Count from 3 to 20. A:" --decoder verified
+python -m wedlm_jax.generate --model DIR --message "How many legs has a spider?"
 python -m wedlm_jax.generate --model DIR --input prompts.jsonl --output completions.jsonl
 """
 
@@ -46,7 +47,9 @@ class Generate:
     """HF directory, hub id, or workdir of wedlm_jax.train."""
     adapter: AdapterFlag = None
     prompt: str | None = None
-    """Text to complete."""
+    """Text to complete, as it is."""
+    message: str | None = None
+    """A message to answer: what a user says, put through the model's chat template."""
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """One JSON object a line: {"prompt": str}, {"messages": [...]} or {"prompt_ids": [int, ...]}."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="OUT.jsonl")] = None
@@ -66,8 +69,7 @@ class Generate:
 def generate(args: Generate) -> None:
     """Validates everything, then decodes, then writes: a bad line 1,000 is reported before line 1 is decoded."""
     _check_flags(args)
-    prompts: list[tuple[str, Prompt]]
-    prompts = [("--prompt", args.prompt)] if args.input is None else read_prompts(args.input)  # type: ignore[list-item]
+    prompts = _prompts(args)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     for note in calibration_in_use(model, [args.decode]):
@@ -98,8 +100,18 @@ def generate(args: Generate) -> None:
             print_one(completion, args.details)
 
 
+def _prompts(args: Generate) -> list[tuple[str, Prompt]]:
+    """The one that a flag gives, or those of a file, each with its name."""
+    if args.input is not None:
+        return read_prompts(args.input)
+    if args.message is not None:
+        return [("--message", [{"role": "user", "content": args.message}])]
+    assert args.prompt is not None  # _check_flags sees to it
+    return [("--prompt", args.prompt)]
+
+
 def print_one(completion: Completion, details: bool) -> None:
-    """What is shown of --prompt: the text, and its statistics apart."""
+    """What is shown of --prompt and --message: the text, and its statistics apart."""
     print(completion.ids if completion.text is None else completion.text)
     stats = ", ".join(f"{name} {value:.4g}" for name, value in completion.stats.as_dict().items())
     print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
@@ -124,8 +136,8 @@ def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
 
 
 def _check_flags(args: Generate) -> None:
-    if (args.prompt is None) == (args.input is None):
-        raise UserError("give one of --prompt TEXT and --input IN.jsonl")
+    if [args.prompt, args.message, args.input].count(None) != 2:
+        raise UserError("give one of --prompt TEXT, --message TEXT and --input IN.jsonl")
     if args.batch_size < 1:
         raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
     for flag, path in (("--output", args.output), ("--trace", args.trace)):
