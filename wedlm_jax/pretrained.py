@@ -16,8 +16,9 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch
 from wedlm_jax.hf.export import save_hf
+from wedlm_jax.hf.hub import is_hub_id
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
-from wedlm_jax.hf.weights import is_hub_id, load_hf, local_directory, resolve_dtype, stored_dtype
+from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import CALIBRATION_FILE, Model

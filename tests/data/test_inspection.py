@@ -108,6 +108,15 @@ def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, caps
         assert status == 2 and message in printed
 
 
+def test_a_model_that_the_hub_does_not_give_is_one_line(monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(UserError, match=r"owner/name: no such directory, and not fetched .*\(no route\)"):
+        find_tokenizer(dataclasses.replace(EXPERIMENT, model=None, init_from="owner/name"))
+
+
 def test_the_tokenizer_is_that_of_the_model_to_start_from(path, tmp_path):
     """A workdir and a directory of a model; their weights are not read."""
     for folder, file in ((tmp_path / "run", "model.json"), (tmp_path / "model", "config.json")):

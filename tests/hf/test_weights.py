@@ -228,7 +228,7 @@ def test_a_hub_id_is_fetched_only_where_no_local_path_can_be_meant(monkeypatch, 
     asked = []
 
     def fake(repo, allow_patterns):
-        asked.append(repo)
+        asked.append((repo, "*.safetensors" in allow_patterns))
         assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in allow_patterns)
         assert "decoding.json" in allow_patterns  # what `calibrate` found
         return str(ORACLE / "qwen3_plain" / "model")
@@ -240,10 +240,10 @@ def test_a_hub_id_is_fetched_only_where_no_local_path_can_be_meant(monkeypatch, 
     for local in ("exports/none", "runs/none", "./owner/name", "/owner/name", "name", "a/b/c", tmp_path / "owner"):
         with pytest.raises(UserError, match="no such directory"):
             load_hf(local)
-    assert asked == ["owner/name"]
+    assert asked == [("owner/name", False), ("owner/name", True)]  # config.json and the like before the weights
     shutil.copytree(ORACLE / "qwen2_plain" / "model", tmp_path / "owner" / "name")
     assert load_hf("owner/name").config.vocab_size == 212
-    assert asked == ["owner/name"]
+    assert asked == [("owner/name", False), ("owner/name", True)]  # config.json and the like before the weights
 
 
 def test_a_hub_failure_is_one_line(monkeypatch):
@@ -256,3 +256,35 @@ def test_a_hub_failure_is_one_line(monkeypatch):
     with pytest.raises(UserError, match=r"owner/name: no such directory, and not fetched .*\(no route\)") as error:
         load_hf("owner/name")
     one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "owner/name: no config.json, as in repositories of GGUF files; name the repository of the original"),
+        ({"model_type": "qwen3_moe"}, "owner/name/config.json: model_type='qwen3_moe' is not implemented"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "awq"}}, "quantization_config=.* is not impl"),
+    ],
+)
+def test_no_weights_of_a_hub_model_are_fetched_before_its_config_is_accepted(monkeypatch, tmp_path, config, message):
+    import huggingface_hub
+
+    def fake(repo, allow_patterns):
+        assert "*.safetensors" not in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as error:
+        load_hf("owner/name")
+    one_line(error)
+
+
+def test_a_hub_model_without_safetensors_is_told(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    shutil.copy(ORACLE / "qwen3_plain" / "model" / "config.json", tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path))
+    with pytest.raises(UserError, match=r"owner/name: no safetensors \(GGUF, pickled or, offline, never fetched\)"):
+        load_hf("owner/name")

@@ -17,8 +17,8 @@ from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import parse
-from wedlm_jax.hf.tokenizer import TOKENIZER_FILES, load_tokenizer
-from wedlm_jax.hf.weights import is_hub_id
+from wedlm_jax.hf.hub import fetch_description, is_hub_id
+from wedlm_jax.hf.tokenizer import load_tokenizer
 from wedlm_jax.pretrained import is_workdir, locate
 
 
@@ -69,12 +69,8 @@ def find_tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
     path = experiment.init_from
     if path is None or experiment.tokenizer.path is not None:
         return make_tokenizer(experiment.tokenizer, experiment.data)
-    if not Path(path).exists() and is_hub_id(path):
-        from huggingface_hub import snapshot_download
-
-        directory = Path(snapshot_download(path, allow_patterns=[*TOKENIZER_FILES, "config.json"]))
-    else:
-        directory = locate(path)
+    hub = not Path(path).exists() and is_hub_id(path)
+    directory = fetch_description(path) if hub else locate(path)
     tokenizer = load_tokenizer(directory / "tokenizer" if is_workdir(directory) else directory)
     if tokenizer is None:
         raise UserError(f"init_from={path} has no tokenizer; name the folder of one as tokenizer.path")

@@ -14,18 +14,13 @@ from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
+from wedlm_jax.hf.hub import fetch_model, is_hub_id
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
-from wedlm_jax.hf.shards import INDEX_FILE, StoredTensors, mismatches
-from wedlm_jax.hf.tokenizer import (
-    GENERATION_FILE,
-    TOKENIZER_FILES,
-    load_tokenizer,
-    resolve_eos_token_ids,
-    resolve_mask_token_id,
-)
+from wedlm_jax.hf.shards import StoredTensors, mismatches
+from wedlm_jax.hf.tokenizer import load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
-from wedlm_jax.model.handle import CALIBRATION_FILE, Model
+from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 
 DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
@@ -76,23 +71,7 @@ def local_directory(path: str | Path) -> Path:
         raise UserError(f"{path}: is a file; name the directory that holds config.json")
     if not is_hub_id(path):
         raise UserError(f"{path}: no such directory")
-    from huggingface_hub import snapshot_download
-
-    try:
-        named = ("config.json", GENERATION_FILE, CALIBRATION_FILE, INDEX_FILE, *TOKENIZER_FILES)
-        patterns = ["*.safetensors", *named]
-        return Path(snapshot_download(str(path), allow_patterns=patterns))
-    except Exception as error:  # the hub's own errors, and those of three network layers below it
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{path}: no such directory, and not fetched from the Hugging Face hub ({reason})") from None
-
-
-def is_hub_id(path: str | Path) -> bool:
-    """Whether `path` reads as `owner/name`: text, two parts, and no local directory called `owner`."""
-    if not isinstance(path, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
-        return False
-    owner = path.partition("/")[0]
-    return owner != "runs" and not Path(owner).exists()
+    return fetch_model(str(path))
 
 
 def read_params(
