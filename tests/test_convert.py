@@ -55,6 +55,14 @@ def test_keeps_bfloat16_weights_as_they_are_stored(monkeypatch, capsys, tmp_path
         (["--from", QWEN3, "--to", "out", "--arch", "qwen2"], "error: arch=qwen2 has a qkv bias and no qk norm"),
         (["--from", "runs/none", "--to", "out"], "error: runs/none: no such directory; python -m wedlm_jax.train"),
         (["--from", QWEN3, "--to", "taken"], "error: "),
+        (
+            ["--from", QWEN3, "--to", "out", "--only-adapter", "--verify"],
+            "error: --verify is for whole models and --only-adapter writes none; leave one of the two out",
+        ),
+        (
+            ["--from", QWEN3, "--to", "out", "--only-adapter", "--arch", "qwen3"],
+            "error: --arch qwen3 is for whole models and --only-adapter writes none",
+        ),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(monkeypatch, capsys, tmp_path, arguments, message):

@@ -48,6 +48,9 @@ class Convert:
 
 
 def convert(args: Convert) -> None:
+    if args.only_adapter and (args.verify or args.arch != Convert.arch):
+        flag = "--verify" if args.verify else f"--arch {args.arch}"
+        raise UserError(f"{flag} is for whole models and --only-adapter writes none; leave one of the two out")
     if args.verify:
         _require_torch()
     source = pretrained.locate(args.source)
