@@ -132,3 +132,24 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="writing failed \\(No space left on device\\)"):
         save_hf(load_hf(MODEL), tmp_path / "out")
     assert names(tmp_path) == {"out"} and (tmp_path / "out" / "config.json").read_bytes() == before
+
+
+def test_a_link_stays_one_and_the_folder_that_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "far" / "real").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "far" / "real")
+    for _ in range(2):
+        save_hf(load_hf(MODEL), tmp_path / "out")
+        assert (
+            (tmp_path / "out").is_symlink()
+            and names(tmp_path) == {"out", "far"}
+            and names(tmp_path / "far") == {"real"}
+        )
+    load_hf(tmp_path / "out")
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(export.os.path, "ismount", lambda path: path == tmp_path / "disk")
+    monkeypatch.setattr(export, "whole_directory", lambda target: pytest.fail("wrote something"))
+    with pytest.raises(UserError, match="disk: is a mount point, .*; name a folder inside it"):
+        save_hf(load_hf(MODEL), tmp_path / "disk")

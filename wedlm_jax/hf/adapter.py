@@ -64,7 +64,7 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     Raises:
       UserError: the model has no adapter, or `path` is taken.
     """
-    config, target = model.config, Path(path).absolute()
+    config, target = model.config, Path(path).resolve()
     if config.adapter is None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
     written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE}

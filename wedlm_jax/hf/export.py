@@ -40,7 +40,7 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
     config, params = merged(model.config, params_of(model.transformer))
     model = dataclasses.replace(model, config=config, transformer=transformer_from(config, params))
     require_fit(config, arch)
-    target = Path(path).absolute()
+    target = Path(path).resolve()  # a link stays one
     require_free(target, _is_written, _is_export, "an export of wedlm_jax")
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
@@ -123,12 +123,14 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
       is_ours, what: whether a directory that is not empty is one of ours, and what it then is.
 
     Raises:
-      UserError: it is a file, holds a file of another, or is not ours.
+      UserError: it is a file or a mount point, holds a file of another, or is not ours.
     """
     if not target.exists():
         return
     if not target.is_dir():
         raise UserError(f"{target}: is a file; name a directory")
+    if os.path.ismount(target):
+        raise UserError(f"{target}: is a mount point, which cannot be replaced whole; name a folder inside it")
     names = sorted(entry.name for entry in target.iterdir())
     foreign = [name for name in names if not is_written(name)]
     if foreign or (names and not is_ours(target)):
