@@ -279,6 +279,13 @@ def test_the_command_prints_the_experiment_with_its_overrides(monkeypatch, capsy
     assert (printed["train"]["steps"], printed["name"]) == (3, "other")
 
 
+@pytest.mark.parametrize("overrides", [[], ["train.steps=3"]])
+def test_an_experiment_that_has_no_model_yet_is_printed_too(monkeypatch, capsys, overrides):
+    command(monkeypatch, "--exp", "sft", "--print-config", *overrides)
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["name"], printed["init_from"]) == ("sft", None)
+
+
 def test_the_command_lists_the_experiments(monkeypatch, capsys):
     command(monkeypatch, "--list")
     assert "quickstart_base" in capsys.readouterr().out

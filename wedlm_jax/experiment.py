@@ -292,8 +292,7 @@ def override(experiment: Experiment, *assignments: str) -> Experiment:
             place = tree["model"] = place or dict(overridable)
             annotation = named[name]
         inner_section(place, path, fields)[field] = read_value(annotation, name, text)
-    (changed := validated(Experiment, tree, "")).require_model()
-    return changed
+    return validated(Experiment, tree, "")
 
 
 def _folders() -> list[Path]:

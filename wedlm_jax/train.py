@@ -74,10 +74,10 @@ def main() -> None:
         if isinstance(experiment, Study):
             run_study(experiment, flags.workdir or experiment.workdir)
             return
-        experiment.require_model()
         if flags.print_config:
             print(experiment.to_json(), end="")
             return
+        experiment.require_model()
         if flags.compile_only is not None:
             for line in compile_only(experiment, flags.compile_only).lines():
                 print(line)

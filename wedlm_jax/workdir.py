@@ -84,7 +84,7 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
       UserError: model, tokenizer and data do not fit each other, or nothing can be written there.
     """
     model = initial.config if initial is not None else experiment.model
-    assert isinstance(model, ModelConfig)  # Experiment sees to it
+    assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
     if experiment.data.row_length > model.max_position_embeddings:
         raise UserError(
             f"data.row_length={experiment.data.row_length} is past the model's context, "
