@@ -14,11 +14,13 @@ from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
+from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
-from wedlm_jax.pretrained import load, save
+from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.train import main, train
+from wedlm_jax.workdir import progress_of, tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +113,14 @@ def test_adaptation_starts_from_the_parameters_and_the_tokenizer_of_init_from(fi
     assert f"from {finished} (step 6 of 6)" in capsys.readouterr().out
     # The AR steps come first, and only the steps after them know of masks.
     assert ["mlm_loss" in line for line in read_metrics(tmp_path / "run")] == [False, True]
+
+
+def test_the_folder_of_init_from_may_be_in_the_home_directory(finished, monkeypatch):
+    """`model.path=~/run`: a shell leaves the tilde as it is behind an equals sign."""
+    monkeypatch.setenv("HOME", str(finished.parent))
+    here = f"~/{finished.name}"
+    assert locate(here) == finished and progress_of(here) == progress_of(str(finished)) != ""
+    assert len(load_tokenizer(f"{here}/tokenizer")) == len(tokenizer_of(finished))
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):

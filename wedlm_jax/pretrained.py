@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,14 +111,15 @@ def locate_adapter(path: str | Path) -> Path:
 
 
 def locate(path: str | Path) -> Path:
-    """The local directory that `path` names; hub ids are fetched. A `UserError` says what would make a missing one."""
-    directory = Path(path)
+    """The local directory that `path` names; hub ids are fetched, `~` is the home directory, which no shell writes out behind an
+    equals sign. A `UserError` says what would make a missing one."""
+    directory = Path(os.path.expanduser(path))
     if not directory.exists() and not is_hub_id(path):
         raise UserError(
             f"{path}: no such directory; python -m wedlm_jax.train --exp NAME --workdir {path} makes a workdir, "
             f"python -m wedlm_jax.convert --from WORKDIR --to {path} an HF directory"
         )
-    directory = local_directory(path)
+    directory = local_directory(directory if directory.exists() else path)
     if not is_workdir(directory) and not (directory / "config.json").is_file():
         raise UserError(
             f"{path}: neither an HF directory (no config.json) nor a workdir with a model (no model.json); "

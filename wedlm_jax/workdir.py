@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 
@@ -120,8 +121,9 @@ def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
 
 def progress_of(init_from: str | None) -> str:
     """How far the run in a workdir has come, for all to see; nothing for a directory that is none."""
-    steps = saved_steps(str(init_from))
-    return f" (step {steps[-1]} of {Experiment.load(str(init_from)).train.steps})" if steps else ""
+    workdir = os.path.expanduser(str(init_from))
+    steps = saved_steps(workdir)
+    return f" (step {steps[-1]} of {Experiment.load(workdir).train.steps})" if steps else ""
 
 
 def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path) -> PreTrainedTokenizerBase:

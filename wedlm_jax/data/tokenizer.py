@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -93,12 +94,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """Reads the tokenizer of a directory of ours or of any HF model directory; runs no code from it.
+    """Reads the tokenizer of a directory of ours or of any HF model directory; runs no code from it. `~` is the home directory.
 
     Raises:
         UserError: there is no tokenizer, or it cannot be read.
     """
-    directory = Path(directory)
+    directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory; name one that holds a tokenizer.json")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
