@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import os
 import time
 
 import grain
@@ -105,8 +106,8 @@ def test_any_number_of_processes_gives_the_same_global_batches(files, uninterrup
     assert np.concatenate([batch.tokens for batch in rows]).shape == (4, rows[0].tokens.shape[1])
 
 
-def test_workers_change_nothing(files, uninterrupted):
-    """Two processes that read; a state set in between."""
+def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(files, uninterrupted):
+    """Two processes that read, each in a group of its own; a state set in between."""
     iterator = stream(config(files, "text", num_groups=4, num_workers=2))
     expected = uninterrupted["text", 4]
     for place in (*range(5), *range(2, 4)):
@@ -114,6 +115,8 @@ def test_workers_change_nothing(files, uninterrupted):
             iterator.set_state(expected[1][1])
         assert (digest(next(iterator)), iterator.get_state(), iterator.skipped_records) == expected[place]
 
+    workers = iterator._reader._workers()._processes
+    assert len(workers) == 2 and all(os.getpgid(pid) == pid for pid in workers)
 
 def test_a_bad_record_is_told_at_the_same_batch_with_workers_and_without(files):
     """And told again, with the state that was reached, when the stream is asked once more."""

@@ -73,6 +73,8 @@ _worker_documents: Documents | None = None
 
 def _start_worker(documents: Documents) -> None:
     global _worker_documents
+    # Ctrl-C goes to all processes of the terminal's group: the training saves first, and needs its workers for that.
+    os.setpgid(0, 0)
     _worker_documents = documents
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
