@@ -20,7 +20,7 @@ from wedlm_jax.experiment import override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.train import main, train
-from wedlm_jax.workdir import progress_of, tokenizer_of
+from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -344,6 +344,23 @@ def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reac
     )
     train(experiment, tmp_path / "run")
     model = load(tmp_path / "run")
+def test_a_workdir_that_is_used_again_keeps_no_file_of_another_tokenizer(finished, tmp_path):
+    """Of a start that came to no checkpoint; files of the user stay."""
+    folder = tmp_path / "run" / "tokenizer"
+    folder.mkdir(parents=True)
+    for name in ("chat_template.jinja", "generation_config.json", "vocab.json", "notes.txt"):
+        (folder / name).write_text("{}")
+    for experiment in (EXPERIMENT, with_overrides(f"init_from={finished}", "model=none")):
+        initial = load(finished, "float32") if experiment.init_from else None
+        (folder / "chat_template.jinja").write_text("of another model")
+        prepare_workdir(experiment, initial, tmp_path / "run")
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "notes.txt",
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+
+
     ends = [9, base.tokenizer.eos_token_id]
     assert list(model.eos_token_ids) == ends
     save(model, tmp_path / "out", "qwen3")

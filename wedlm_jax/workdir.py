@@ -16,7 +16,7 @@ from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
-from wedlm_jax.hf.tokenizer import GENERATION_FILE, choose_mask_token_id, copy_tokenizer_files
+from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
@@ -131,13 +131,21 @@ def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path)
     if initial is None or experiment.tokenizer.path is not None:
         tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
         with writing(folder, _MEND):
+            _remove_earlier(folder)
             save_tokenizer(tokenizer, folder)
         return tokenizer
     if initial.tokenizer is None:
         raise UserError(f"init_from={experiment.init_from} has no tokenizer; name the folder of one as tokenizer.path")
     with writing(folder, _MEND):
+        _remove_earlier(folder)
         copy_tokenizer_files(initial.files, initial.tokenizer, folder)
     return initial.tokenizer
+
+
+def _remove_earlier(folder: Path) -> None:
+    """What an earlier start left there, maybe of another model: a chat template of that would be taken for this one's."""
+    for name in (*TOKENIZER_FILES, GENERATION_FILE):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _keep_generation_config(initial: Model, folder: Path) -> None:
