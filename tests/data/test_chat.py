@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.tiny import tokenizer
-from wedlm_jax.data.chat import from_messages
+from wedlm_jax.data.chat import from_messages, prompt_of
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
@@ -190,6 +190,34 @@ def test_where_the_mask_cannot_be_known_the_record_is_bad(template, conversation
     with pytest.raises(BadRecord) as caught:
         from_messages(conversation, of_style(template), num_end_tokens=1)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+# As Qwen's: a turn for each role that they know, a default system prompt.
+KNOWN_ROLES = """
+{%- if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{%- if m.role == 'tool' %}{{ '<|im_start|>user\\n' + (m.content | tojson) + '<|im_end|>\\n' }}
+{%- elif m.role in ('system', 'user', 'assistant') %}
+{{- '<|im_start|>' + m.role + '\\n' + (m.content | trim) + '<|im_end|>\\n' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_a_message_whose_role_the_template_passes_over_is_refused():
+    """In training and in a prompt; the same text of a role that it writes is not."""
+    made = of_style(KNOWN_ROLES)
+    lost = [*messages("the"), {"role": "developer", "content": "sing"}, {"role": "assistant", "content": "cat"}]
+    for read in (lambda m: from_messages(m, made, num_end_tokens=1), lambda m: prompt_of(m, made)):
+        with pytest.raises(BadRecord, match="message 1: the chat template leaves out messages of the role 'developer'"):
+            read(lost)
+        read([{"role": "system", "content": "sing"}, *lost[:1], *lost[2:]])
+
+
+def test_a_message_that_the_template_writes_otherwise_is_kept():
+    """White space moved, quotes escaped; a system prompt that is the template's own."""
+    conversation = messages("system: Be  brief.", "the", "cat\nsat", 'tool:"a mat"', "on a mat")
+    example = from_messages(conversation, of_style(KNOWN_ROLES), num_end_tokens=1)
+    assert '\\"a mat\\"' in tokenizer().decode(example.tokens)
 
 
 def test_a_tokenizer_without_template_is_no_matter_of_records():

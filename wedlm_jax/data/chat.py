@@ -38,9 +38,9 @@ def from_messages(
         tools: descriptions of functions, for templates that show them.
 
     Raises:
-        BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; or the
-            template changes an earlier turn when later ones follow (as templates do that take out its thinking), so that
-            what is learned is not what was said.
+        BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; the
+            template leaves out a message of another role than user and assistant; or the template changes an earlier turn when
+            later ones follow (as templates do that take out its thinking), so that what is learned is not what was said.
         UserError: a tokenizer without template or end token.
     """
     _require_template(tokenizer)
@@ -52,6 +52,7 @@ def from_messages(
     if loss_on_turns == "last":
         turns = turns[-1:]
     whole = _render(tokenizer, messages, tools, generation_prompt=False)
+    _check_written(whole, tokenizer, messages, tools, generation_prompt=False)
     tokens: list[int] = []
     learned: list[bool] = []
     done = 0  # characters of `whole` that are tokens already
@@ -95,7 +96,7 @@ def prompt_of(
     reply, for the next one.
 
     Raises:
-        BadRecord: no message is left, a message holds a control token, or the template refuses it.
+        BadRecord: no message is left, a message holds a control token, or the template refuses it or leaves one out.
         UserError: a tokenizer without template.
     """
     _require_template(tokenizer)
@@ -103,7 +104,9 @@ def prompt_of(
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
     _check(before, tokenizer)
-    return encode_with_control_tokens(tokenizer, _render(tokenizer, before, tools, generation_prompt=True))
+    prompt = _render(tokenizer, before, tools, generation_prompt=True)
+    _check_written(prompt, tokenizer, before, tools, generation_prompt=True)
+    return encode_with_control_tokens(tokenizer, prompt)
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -137,6 +140,31 @@ def _render(
         )
     except Exception as error:  # the template is a program of its own, and what it reads is the record's
         raise BadRecord(f"the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None
+
+
+def _check_written(
+    written: str,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Any,
+    *,
+    generation_prompt: bool,
+) -> None:
+    """Raises a `BadRecord` where the template passes over a message because of its role, as Qwen's do with a developer's. A
+    text that is not in `written` is not enough: templates escape and shorten. The rest must come out the same without it."""
+    for number, message in enumerate(messages):
+        if message["role"] in ("user", "assistant") or _holds(written, message):
+            continue
+        others = [*messages[:number], *messages[number + 1 :]]
+        try:
+            passed_over = _render(tokenizer, others, tools, generation_prompt=generation_prompt) == written
+        except BadRecord:  # the template needs it
+            continue
+        if passed_over:
+            raise BadRecord(
+                f"message {number}: the chat template leaves out messages of the role {message['role']!r}; give it a role that "
+                "the template writes, such as system, or take it out"
+            )
 
 
 def _holds(reply: str, message: Message) -> bool:
