@@ -1,6 +1,10 @@
 import dataclasses
 import io
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from tests.bad_input import full_disk
+from wedlm_jax import study as study_module
 from wedlm_jax import train
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
@@ -129,6 +134,58 @@ def test_a_command_that_fails_ends_the_study_with_its_line(tmp_path):
     study = Study("x", {"a": (Stage("no_such_experiment"),)}, MEASURES, seeds=(0,))
     with pytest.raises(UserError, match=r"python -m wedlm_jax.train --exp no_such_experiment .* ended with 2; mend"):
         run_study(study, tmp_path, console=QUIET)
+
+
+# Stands for a training: told to end, it takes a while to save, and ends with the status that it is given.
+STAND_IN = """
+import os, pathlib, signal, sys, time
+
+def save(number, frame):
+    time.sleep(0.5)
+    pathlib.Path("saved").write_text(signal.Signals(number).name)
+    sys.exit(int(sys.argv[1]))
+
+signal.signal(signal.SIGTERM, save)
+signal.signal(signal.SIGINT, save)
+pathlib.Path("starting").write_text(str(os.getpid()))
+os.rename("starting", "started")
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "ends_with", "status"),
+    [(signal.SIGTERM, 75, 75), (signal.SIGINT, 75, 75), (signal.SIGTERM, 0, 75), (signal.SIGINT, 130, 130)],
+)
+def test_a_study_that_is_told_to_end_lets_its_training_save_and_ends_as_it_does(
+    number, ends_with, status, tmp_path, monkeypatch
+):
+    """SIGTERM comes to the study alone, Ctrl-C from a terminal to both."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(study_module, "_training", lambda *stage: ("stand_in", str(ends_with)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def tell() -> None:
+        started, limit = tmp_path / "started", time.monotonic() + 30
+        while not started.is_file() and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        if number == signal.SIGINT:
+            os.kill(int(started.read_text()), number)
+
+    before = {n: signal.signal(n, signal.default_int_handler) for n in (signal.SIGTERM, signal.SIGINT)}
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run_study(STUDY, tmp_path, console=QUIET)
+        assert {n: signal.getsignal(n) for n in before} == dict.fromkeys(before, signal.default_int_handler)
+    finally:
+        teller.join()
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert ((tmp_path / "saved").read_text(), caught.value.code) == (number.name, status)
 
 
 def results_of(**by_label):

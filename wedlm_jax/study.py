@@ -6,20 +6,25 @@ is a command that one could type, printed before it runs; what is finished is ke
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.preemption import EXIT_STATUS
 from wedlm_jax.results import replacing, write_json
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
@@ -190,9 +195,40 @@ def _training(stage: Stage, folder: Path, before: Path | None, seed: int) -> Ite
 
 
 def _child_process(arguments: list[str]) -> None:
+    """Runs one command. This process outlives it, so that a training which is told to end can save first: SIGTERM is passed on
+    to it, and Ctrl-C comes to it from the terminal. The study then ends too, with the status of the command."""
     print("$ python -m", *arguments, flush=True)
-    if code := subprocess.run([sys.executable, "-m", *arguments], check=False).returncode:
+    told: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def note(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if number == signal.SIGTERM and child is not None:
+            child.terminate()
+
+    with _handling(note):
+        child = subprocess.Popen([sys.executable, "-m", *arguments])
+        if signal.SIGTERM in told:  # while it was being started
+            child.terminate()
+        code = child.wait()
+    if code == EXIT_STATUS or (told and code == 0):
+        sys.exit(EXIT_STATUS)
+    if told and code in (-told[0], 128 + told[0]):
+        sys.exit(128 + told[0])  # as shells have it
+    if code:
         raise UserError(f"python -m {' '.join(arguments)} ended with {code}; mend what it says and run the study again")
+
+
+@contextlib.contextmanager
+def _handling(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGTERM and Ctrl-C go to `note`; in another thread than the main one signals are left alone."""
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Table:
