@@ -99,6 +99,18 @@ def test_a_command_whose_reader_has_left_says_nothing():
     assert (done.returncode, done.stderr) == (1, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_under_what_is_printed_is_one_line(unbuffered):
+    """As in `python -m wedlm_jax.generate ... > file`; and nothing more at the exit of Python."""
+    script = "from wedlm_jax.errors import entry; entry(lambda: print('text'))()"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
+    told = "error: what is printed, or a file, cannot be written (no space left on device); make room or name another place\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
 def test_another_broken_pipe_is_not_hidden():
     @entry
     def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import select
@@ -31,9 +32,9 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a command: a `UserError`, or a file that the system refuses, becomes `error: ...` on stderr and exit status 2,
-    without a traceback, and Ctrl-C one word and 130, as shells have it. One whose reader has left (`| head`) ends there with exit
-    status 1, silently. `--version` is answered here, for every command."""
+    """Wraps a command: a `UserError`, a file that the system refuses or a full disk becomes `error: ...` on stderr and exit
+    status 2, without a traceback, and Ctrl-C one word and 130, as shells have it. One whose reader has left (`| head`) ends
+    there with exit status 1, silently. `--version` is answered here, for every command."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -53,21 +54,37 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _reader_has_left():
                 sys.exit(1)
-            if error.filename is None:
+            if error.filename is not None:
+                _exit(f"{error.filename}: {(error.strerror or str(error)).lower()}")
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            _exit(f"{error.filename}: {(error.strerror or str(error)).lower()}")
+            _forget_unwritten()
+            reason = (error.strerror or str(error)).lower()
+            _exit(f"what is printed, or a file, cannot be written ({reason}); make room or name another place")
 
     return run
 
 
 def _reader_has_left() -> bool:
-    """Whether nobody reads stdout any more. What was left to write then goes nowhere, or Python would complain of it at exit."""
+    """Whether nobody reads stdout any more."""
     stdout = select.poll()
     stdout.register(sys.stdout.fileno(), 0)
     if not stdout.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _forget_stdout()
     return True
+
+
+def _forget_unwritten() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _forget_stdout()
+
+
+def _forget_stdout() -> None:
+    """What is left to write goes nowhere, or Python would complain of it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit(message: str) -> None:
