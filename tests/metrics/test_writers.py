@@ -1,7 +1,9 @@
 """Where metrics go: one line a step whatever happened to the run, valid JSON whatever the numbers, others when asked."""
 
+import hashlib
 import json
 import os
+import shutil
 import struct
 import sys
 import types
@@ -9,6 +11,7 @@ import types
 import jax.numpy as jnp
 import pytest
 
+from tests.bad_input import full_disk
 from wedlm_jax.errors import UserError
 from wedlm_jax.metrics import MetricsWriter, fetch, read_metrics
 from wedlm_jax.metrics.writers import StepLines
@@ -115,6 +118,17 @@ def test_tensorboard_gets_every_number_and_the_samples(tmp_path):
     assert b"mlm_loss" not in written
 
 
+def test_a_disk_that_fills_under_tensorboard_is_one_line_and_no_wait(tmp_path):
+    """More numbers than a queue holds; metrics.jsonl still has room."""
+    numbers = {f"number_{number}": 0.5 for number in range(60)}
+    told = pytest.raises(
+        UserError, match=r"tensorboard: cannot be written \(file too large\); the checkpoints are kept"
+    )
+    with told, MetricsWriter(tmp_path, start_step=0, tensorboard=True) as writer, full_disk(2000):
+        writer.write(1, numbers)
+    assert read_metrics(tmp_path) == [{"step": 1, **numbers}]
+
+
 def test_no_other_tracker_is_touched_unless_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with MetricsWriter(tmp_path, start_step=0) as writer:
@@ -128,7 +142,9 @@ def test_weights_and_biases_that_is_not_installed_is_asked_for(tmp_path, monkeyp
         MetricsWriter(tmp_path, start_step=0, wandb="mine")
 
 
-def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_path, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What a package that stands for wandb is called with."""
     calls = []
 
     class Run:
@@ -143,9 +159,36 @@ def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_pa
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return calls
+
+
+def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_path, calls):
     for step in (1, 2):
         with MetricsWriter(tmp_path, start_step=step - 1, wandb="mine", name="run", config={"a": 1}) as writer:
             writer.write(step, {"loss": 0.5, "mlm_loss": None})
     first, second = calls[0], calls[3]
     assert first == second and first["project"] == "mine" and first["name"] == "run" and first["resume"] == "allow"
     assert calls[1:3] == [(1, {"loss": 0.5}), "finished"]
+
+
+def wandb_id(workdir, calls):
+    MetricsWriter(workdir, start_step=0, wandb="mine")
+    return calls[-1]["id"]
+
+
+def test_a_workdir_that_is_begun_again_is_another_run_at_weights_and_biases(tmp_path, calls):
+    first = wandb_id(tmp_path, calls)
+    (tmp_path / "moved").mkdir()
+    shutil.copy(tmp_path / "wandb_id", tmp_path / "moved")
+    assert wandb_id(tmp_path, calls) == wandb_id(tmp_path / "moved", calls) == first
+    (tmp_path / "wandb_id").unlink()
+    assert wandb_id(tmp_path, calls) != first
+
+
+def test_a_run_of_an_earlier_version_keeps_its_name_at_weights_and_biases(tmp_path, calls):
+    """Which was made of the workdir's path, and is the end of the name of the folder that the package left there."""
+    earlier = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]
+    (tmp_path / "wandb" / f"run-20260101_101010-{earlier}").mkdir(parents=True)
+    assert wandb_id(tmp_path, calls) == earlier
+    shutil.rmtree(tmp_path / "wandb")
+    assert wandb_id(tmp_path, calls) == earlier

@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import os
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from typing import Any
 import jax
 
 from wedlm_jax.errors import UserError, writing
+from wedlm_jax.results import replacing
 
 FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FILE = "wandb_id"  # of the run at Weights & Biases that the workdir is
 
 _KEPT = "the checkpoints are kept"
 
@@ -58,6 +62,46 @@ class StepLines:
         return lines
 
 
+class EventFile:
+    """TensorBoard's file of a run. It is written here and not by a `SummaryWriter`, whose thread dies of a full disk: its queue
+    is then never emptied, and the run waits for it for ever."""
+
+    def __init__(self, folder: Path, *, start_step: int):
+        from tensorboardX import summary  # here, because its import takes a second
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        self._folder, self._summary, self._event = folder, summary, Event
+        with writing(folder, _KEPT):
+            folder.mkdir(exist_ok=True)
+            self._file = EventsWriter(str(folder / "events"))
+        # TensorBoard then hides what was written of later steps: they will be written again.
+        self._add(start_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
+        """On disk when it returns."""
+        for name, value in numbers.items():
+            self._add(step, summary=self._summary.scalar(name, value))
+        self._flush()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """On disk when it returns."""
+        self._add(step, summary=self._summary.text(name, text))
+        self._flush()
+
+    def close(self) -> None:
+        with writing(self._folder, _KEPT):
+            self._file.close()
+
+    def _add(self, step: int, **what: Any) -> None:
+        with writing(self._folder, _KEPT):
+            self._file.write_event(self._event(step=step, wall_time=time.time(), **what))
+
+    def _flush(self) -> None:
+        with writing(self._folder, _KEPT):
+            self._file.flush()
+
+
 class MetricsWriter:
     """The metrics of a run, by step: `metrics.jsonl`, and what else is asked for.
 
@@ -85,16 +129,14 @@ class MetricsWriter:
     ):
         self._lines = StepLines(workdir / FILE, start_step=start_step)
         self._samples = StepLines(workdir / SAMPLES_FILE, start_step=start_step)
-        self._tensorboard = _tensorboard(workdir, start_step) if tensorboard else None
+        self._tensorboard = EventFile(workdir / TENSORBOARD_FOLDER, start_step=start_step) if tensorboard else None
         self._wandb = None if wandb is None else _wandb(wandb, name, workdir, config)
 
     def write(self, step: int, metrics: Numbers) -> None:
         self._lines.write(step, metrics)
         numbers = {key: value for key, value in metrics.items() if value is not None}
         if self._tensorboard is not None:
-            for key, value in numbers.items():
-                self._tensorboard.add_scalar(key, value, step)
-            self._tensorboard.flush()
+            self._tensorboard.write(step, numbers)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
 
@@ -102,7 +144,7 @@ class MetricsWriter:
         """A completion, to `samples.jsonl` and TensorBoard's text."""
         self._samples.write(step, sample)
         if self._tensorboard is not None:
-            self._tensorboard.add_text(f"sample {sample['number']}", str(sample["completion"]), step)
+            self._tensorboard.write_text(step, f"sample {sample['number']}", str(sample["completion"]))
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -149,12 +191,6 @@ def fetch(metrics: Mapping[str, jax.Array]) -> dict[str, float | int | None]:
     return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
-def _tensorboard(workdir: Path, start_step: int) -> Any:
-    from tensorboardX import SummaryWriter  # here, because its import takes a second
-
-    return SummaryWriter(str(workdir / TENSORBOARD_FOLDER), purge_step=start_step + 1)
-
-
 def require_wandb(project: str) -> Any:
     """The package; a `UserError` says how to get it. Asked for before a model is loaded for a run that needs it."""
     try:
@@ -168,8 +204,18 @@ def require_wandb(project: str) -> Any:
 
 def _wandb(project: str, name: str | None, workdir: Path, config: Mapping[str, Any] | None) -> Any:
     wandb = require_wandb(project)
-    # One workdir is one run there, also after it was resumed.
-    identity = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
     return wandb.init(
-        project=project, name=name, id=identity, resume="allow", dir=str(workdir), config=dict(config or {})
+        project=project, name=name, id=_wandb_id(workdir), resume="allow", dir=str(workdir), config=dict(config or {})
     )
+
+
+def _wandb_id(workdir: Path) -> str:
+    """One workdir is one run there, also after it was resumed or moved; one that is begun again is another run."""
+    file = workdir / WANDB_FILE
+    if not file.is_file():
+        # Earlier versions named a run after its workdir's path; the package keeps a folder for each time that it went on.
+        earlier = hashlib.sha256(str(workdir.absolute()).encode()).hexdigest()[:16]
+        known = any((workdir / "wandb").glob(f"*run-*-{earlier}"))
+        with replacing(file) as partial:
+            partial.write_text(f"{earlier if known else secrets.token_hex(8)}\n")
+    return file.read_text().strip()
