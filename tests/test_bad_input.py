@@ -176,7 +176,9 @@ DATA = {
         r"a.npy: tokens from 0: token 151643 at place 1 is not one of the tokenizer's \d+ .* name that one as tokenizer.path",
         lambda: np.save("a.npy", np.array([4, 151_643])),
     ),
-    "a problem longer than a row": Case(f"{TRAIN} data.row_length=32", "tokens, and a row holds data.row_length=32; raise it"),
+    "a problem longer than a row": Case(
+        f"{TRAIN} data.row_length=32", "tokens, and a row holds data.row_length=32; shorten the record"
+    ),
     "nothing but bad records": Case(
         f"{TRAIN} {CHAT} data.path=bad.jsonl data.on_bad_record=skip",
         r"every record of the data is bad, the last: bad.jsonl:\d: ",

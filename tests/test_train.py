@@ -62,6 +62,10 @@ def test_a_run_leaves_a_workdir_that_load_reads(finished):
     assert model.eos_token_ids == (model.tokenizer.eos_token_id,)
 
 
+def test_a_checkpoint_holds_the_number_of_records_of_each_source(finished):
+    assert json.loads((finished / "checkpoints" / "6" / "data" / "metadata").read_text())["records"] == [50]
+
+
 def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path):
     """Parameters, optimizer, order of the data and metrics; killed twice, once before the first checkpoint."""
     for draws in (1, 4):
@@ -91,10 +95,16 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
 
 
 def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
-    other = with_overrides("optimizer.learning_rate=0.5", "train.seed=1", "train.log_every=3", "evaluation.seed=5")
+    other = with_overrides(
+        "optimizer.learning_rate=0.5",
+        "train.seed=1",
+        "train.log_every=3",
+        "evaluation.seed=5",
+        "data.on_bad_record=skip",
+    )
     message = message_of(other, finished)
     assert "optimizer.learning_rate: 0.001 -> 0.5" in message and "train.seed: 0 -> 1" in message
-    assert "log_every" not in message and "evaluation" not in message
+    assert "log_every" not in message and "evaluation" not in message and "on_bad_record" not in message
 
 
 def test_adaptation_starts_from_the_parameters_and_the_tokenizer_of_init_from(finished, tmp_path, capsys):
@@ -334,16 +344,6 @@ def test_decoding_stops_where_the_training_data_end_a_turn(tmp_path):
     assert model.eos_token_ids == tuple(dict.fromkeys(ends))
 
 
-def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reaches_the_export(finished, tmp_path):
-    """A base whose configs name another end than its tokenizer, as Qwen3's do."""
-    base = load(finished)
-    save(dataclasses.replace(base, eos_token_ids=(9,)), tmp_path / "base", "qwen3")
-    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 9, "do_sample": true, "top_k": 20}')
-    experiment = with_overrides(
-        f"init_from={tmp_path / 'base'}", "model=none", "train.steps=1", "train.checkpoint_every=1"
-    )
-    train(experiment, tmp_path / "run")
-    model = load(tmp_path / "run")
 def test_a_workdir_that_is_used_again_keeps_no_file_of_another_tokenizer(finished, tmp_path):
     """Of a start that came to no checkpoint; files of the user stay."""
     folder = tmp_path / "run" / "tokenizer"
@@ -361,6 +361,16 @@ def test_a_workdir_that_is_used_again_keeps_no_file_of_another_tokenizer(finishe
         ]
 
 
+def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reaches_the_export(finished, tmp_path):
+    """A base whose configs name another end than its tokenizer, as Qwen3's do."""
+    base = load(finished)
+    save(dataclasses.replace(base, eos_token_ids=(9,)), tmp_path / "base", "qwen3")
+    (tmp_path / "base" / "generation_config.json").write_text('{"eos_token_id": 9, "do_sample": true, "top_k": 20}')
+    experiment = with_overrides(
+        f"init_from={tmp_path / 'base'}", "model=none", "train.steps=1", "train.checkpoint_every=1"
+    )
+    train(experiment, tmp_path / "run")
+    model = load(tmp_path / "run")
     ends = [9, base.tokenizer.eos_token_id]
     assert list(model.eos_token_ids) == ends
     save(model, tmp_path / "out", "qwen3")

@@ -14,7 +14,7 @@ import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints, ModelFile, saved_steps
-from wedlm_jax.data.pipeline import PackedBatches, batches
+from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, barrier, is_main, together
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.validation import Validation
@@ -152,7 +152,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         restored = checkpoints.restore(abstract, frozen) if resumed else None
         if restored is not None:
             start, state, data_state = restored
-            stream.set_state(data_state)
+            if start < config.steps:
+                stream.set_state(data_state)
             origin = f"resumed at step {start}"
         elif initial is not None:
             state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh, config.seed)
@@ -229,8 +230,9 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 
 
 def place_in_data(stream: PackedBatches, shares: dict[int, int]) -> dict[str, list[int]]:
-    """The iterators' states of all groups, in their order."""
-    return {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
+    """The iterators' states of all groups, in their order, and the number of records of each source."""
+    places = {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
+    return {**places, RECORDS: stream.records}
 
 
 def skipped_records(stream: PackedBatches, experiment: Experiment, shares: dict[int, int]) -> dict[str, int]:

@@ -81,7 +81,7 @@ BAD_LINES = {
     ),
     "longer than a row": (
         conversation(USER, {"role": "assistant", "content": "the " * 90}),
-        "tokens, and a row holds data.row_length=64; raise it, or shorten or remove the record",
+        "tokens, and a row holds data.row_length=64; shorten the record (a conversation is not cut), or start a new run",
     ),
     "half a character": (
         conversation(USER, {"role": "assistant", "content": "\ud83d"}), "holds half a character ('\\ud83d'), which is no text",

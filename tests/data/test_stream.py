@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.data.tiny import BLOCK_SIZE, chat_file, config_of, digest, sentence, stream, tokenizer, write_lines
+from wedlm_jax.data.config import WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import from_completion
 from wedlm_jax.data.packing import PackedBatch, pack
@@ -114,9 +115,9 @@ def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(file
         if place == 2:
             iterator.set_state(expected[1][1])
         assert (digest(next(iterator)), iterator.get_state(), iterator.skipped_records) == expected[place]
-
     workers = iterator._reader._workers()._processes
     assert len(workers) == 2 and all(os.getpgid(pid) == pid for pid in workers)
+
 
 def test_a_bad_record_is_told_at_the_same_batch_with_workers_and_without(files):
     """And told again, with the state that was reached, when the stream is asked once more."""
@@ -131,6 +132,41 @@ def test_a_bad_record_is_told_at_the_same_batch_with_workers_and_without(files):
             next(iterator)
         assert (iterator.get_state(), str(again.value)) == told[-1]
     assert told[0] == told[1] and told[0][0]["next_example"][0] > 0
+
+
+def test_a_stream_that_met_a_bad_record_goes_on_under_skip_as_one_that_skips_from_the_start(files):
+    met = stream(config(files, "text", on_bad_record="error"), batch_size=2, seed=11)
+    skipping, resumed = (stream(config(files, "text"), batch_size=2, seed=11) for _ in range(2))
+    with pytest.raises(BadRecord):
+        while True:
+            next(met), next(skipping)
+    assert met.get_state()["next_example"][0] > 0
+    resumed.set_state(met.get_state())
+    for _ in range(3):
+        assert (digest(next(resumed)), resumed.get_state()) == (digest(next(skipping)), skipping.get_state())
+
+
+def test_a_source_whose_number_of_records_changed_is_refused_by_name_and_an_older_state_is_not(files, tmp_path):
+    """In a mixture too, where the first source is as it was."""
+    lines = files["chat"].read_text().splitlines()
+    changed = tmp_path / "changed.jsonl"
+    parts = tuple(WeightedSource("chat", str(path)) for path in (files["chat"], changed))
+    mixture = DataConfig(source="mixture", mixture=parts, row_length=128, num_end_tokens=2)
+    changed.write_text("\n".join(lines) + "\n")
+    before = stream(mixture)
+    next(before)
+    state = {**before.get_state(), "records": before.records}
+    expected = digest(next(before))
+    changed.write_text("\n".join(lines[:7] + lines[8:]) + "\n")
+    with pytest.raises(
+        UserError, match="changed.jsonl had 40 records when the .* has 39 now, .*; put it back .*init_from="
+    ):
+        stream(mixture).set_state(state)
+    stream(mixture).set_state({name: value for name, value in state.items() if name != "records"})
+    changed.write_text("\n".join(lines) + "\n")
+    resumed = stream(mixture)
+    resumed.set_state(json.loads(json.dumps(state)))
+    assert digest(next(resumed)) == expected
 
 
 def test_a_batch_is_packed_while_the_last_one_is_used(files):
@@ -196,6 +232,7 @@ def test_stdlib_code_batches_are_those_of_the_first_release(tmp_path):
         ),
         ({"next_example": ["a"], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
         ({"next_example": [-3], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
+        ({"next_example": [3], "next_piece": [0], "skipped_records": [0], "records": [40, 1]}, "or damaged"),
         (
             {"next_example": [3, 4], "next_piece": [0, 0], "skipped_records": [0, 0]},
             "is of 2 groups, and data.num_groups=1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import grain
@@ -51,7 +52,19 @@ class Documents:
         self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(tokenizer, config.end_token)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
-        self.epoch = sum(len(source) for source in self._sources)  # documents, of both splits where a source has both
+        self.records = [len(source) for source in self._sources]
+        self.epoch = sum(self.records)  # documents, of both splits where a source has both
+
+    def require_records(self, saved: Sequence[int]) -> None:
+        """Raises a `UserError` where a source had another number of records in a run that is to go on: with another number all
+        of them come in another order, some again and some never."""
+        for part, before, now in zip(self._config.parts, saved, self.records, strict=True):
+            if now != before:
+                raise UserError(
+                    f"{part.path or part.source} had {before:,} records when the checkpoint was saved and has {now:,} now, which "
+                    "changes the order of all; put it back as it was, or start again in another --workdir, with the one of this "
+                    "run as init_from"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_order"}
@@ -121,8 +134,8 @@ class Documents:
     def _whole(self, example: Example) -> Example:
         if len(example.tokens) > self._config.row_length:
             raise BadRecord(
-                f"{len(example.tokens)} tokens, and a row holds data.row_length={self._config.row_length}; raise it, "
-                "or shorten or remove the record (a conversation is not cut)"
+                f"{len(example.tokens)} tokens, and a row holds data.row_length={self._config.row_length}; shorten the "
+                "record (a conversation is not cut), or start a new run with longer rows"
             )
         return example
 

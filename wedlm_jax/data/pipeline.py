@@ -21,7 +21,8 @@ from wedlm_jax.errors import UserError
 
 __all__ = ["DataConfig", "PackedBatches", "State", "batches", "make_tokenizer"]
 
-State = dict[str, list[int]]  # one int for every group
+State = dict[str, list[int]]  # one int for every group, and RECORDS
+RECORDS = "records"  # in a state: the number of records of each source
 
 _NO_DOCUMENT: Mapping[Split, str] = {
     "train": "the training split holds no document; lower data.held_out_share",
@@ -86,6 +87,11 @@ class PackedBatches(Iterator[PackedBatch]):
         """Bad records that were left out of the batches handed out so far, of this process's groups; 0 under "error"."""
         return sum(place.skipped_records for place in self._places)
 
+    @property
+    def records(self) -> list[int]:
+        """The number of records of each source, the same in all processes."""
+        return self._documents.records
+
     def get_state(self) -> State:
         """JSON-able, a list with an int for every group of this process: joined over the processes, `set_state` takes it.
 
@@ -96,14 +102,18 @@ class PackedBatches(Iterator[PackedBatch]):
         }
 
     def set_state(self, state: State) -> None:
-        """Goes on at a state of all groups, in the order of the processes.
+        """Goes on at a state of all groups, in the order of the processes. With `RECORDS` in it, the sources are held to that.
 
         Raises:
-            UserError: the state is of another number of groups, of an earlier version or damaged.
+            UserError: the state is of another number of groups or of records, of an earlier version or damaged.
         """
         names = [field.name for field in dataclasses.fields(Place)]
-        lists = [state.get(name) for name in names] if isinstance(state, dict) else [None]
-        if not all(isinstance(one, list) and all(type(x) is int and x >= 0 for x in one) for one in lists):
+        records = (
+            state.get(RECORDS, self.records) if isinstance(state, dict) else None
+        )  # earlier versions did not save them
+        lists = [records, *(state.get(name) for name in names)] if isinstance(state, dict) else [None]
+        good = all(isinstance(one, list) and all(type(x) is int and x >= 0 for x in one) for one in lists)
+        if not good or records is None or len(records) != len(self.records):
             raise UserError(
                 "the saved place in the data is of an earlier version or damaged (data, in the newest of checkpoints); "
                 "remove that checkpoint or start a new run"
@@ -112,6 +122,7 @@ class PackedBatches(Iterator[PackedBatch]):
             raise UserError(
                 f"the saved place in the data is of {len(state[names[0]])} groups, and data.num_groups={self._num_groups}"
             )
+        self._documents.require_records(records)
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         self._ahead = self._pending = None
