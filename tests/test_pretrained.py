@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax.checkpoint import Checkpoints, ModelFile
+from wedlm_jax.convert import Convert, convert
 from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
@@ -95,6 +96,56 @@ def test_a_workdir_loads_its_newest_checkpoint_with_tokenizer_and_ids(workdir):
     half = load(directory, "bfloat16")
     assert half.config.dtype == half.config.param_dtype == "bfloat16"
     assert {value.dtype.name for value in params_of(half.transformer).values()} == {"bfloat16"}
+
+
+@pytest.fixture
+def with_best(workdir):
+    """The workdir with three checkpoints, of which the first is the best: the parameters of each, by step."""
+    directory, config, _ = workdir
+    params = {step: init_params(config, step) for step in (3, 4, 5)}
+    with Checkpoints(directory, keep=2, best_metric="validation_ar_loss") as checkpoints:
+        for step, loss in ((3, 0.5), (4, 0.9), (5, 0.7)):
+            state = new_state(params[step], OptimizerConfig())
+            checkpoints.save(state, step, {}, {"validation_ar_loss": loss})
+    return directory, {**params, "best": params[3]}
+
+
+@pytest.mark.parametrize("step", ["best", 3, 4])
+def test_a_workdir_with_a_step_loads_that_checkpoint_and_says_nothing(with_best, step, capsys):
+    directory, params = with_best
+    loaded = params_of(load(f"{directory}@{step}").transformer)
+    for name, value in params[step].items():
+        np.testing.assert_array_equal(loaded[name], value)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_workdir_whose_newest_checkpoint_is_not_its_best_says_so_in_one_line(with_best, capsys):
+    directory, params = with_best
+    loaded = params_of(load(directory).transformer)
+    np.testing.assert_array_equal(loaded["embed.embedding"], params[5]["embed.embedding"])
+    assert (
+        capsys.readouterr().err == f"note: {directory}: step 5, the newest, is loaded; the best one is {directory}@3\n"
+    )
+
+
+def test_the_step_that_is_named_is_what_convert_writes(with_best, tmp_path):
+    directory, params = with_best
+    convert(Convert(f"{directory}@best", tmp_path / "out", "qwen3"))
+    written = params_of(load(tmp_path / "out").transformer)
+    np.testing.assert_array_equal(written["embed.embedding"], params[3]["embed.embedding"])
+
+
+def test_a_step_that_is_not_there_is_named(workdir, monkeypatch):
+    directory, _, _ = workdir
+    monkeypatch.chdir(directory.parent)
+    for path, message in {
+        "run@7": "run holds no checkpoint of step 7; it holds 1, 2",
+        "run@best": r"run keeps no best checkpoint \(train.best_metric\); it holds 1, 2",
+        "runs/absent@7": "runs/absent: no such directory",
+        f"{ORACLE / 'wedlm_qwen3' / 'model'}@7": "model is no workdir of wedlm_jax.train and has no steps; leave out @7",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load(path)
 
 
 def test_a_workdir_exports_and_comes_back_the_same(workdir, tmp_path):

@@ -107,20 +107,20 @@ def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
     assert "log_every" not in message and "evaluation" not in message and "on_bad_record" not in message
 
 
-def test_adaptation_starts_from_the_parameters_and_the_tokenizer_of_init_from(finished, tmp_path, capsys):
+def test_adaptation_starts_from_the_parameters_of_the_step_and_the_tokenizer_of_init_from(finished, tmp_path, capsys):
     experiment = with_overrides(
-        f"init_from={finished}", "model=none", "train.steps=2", "train.checkpoint_every=1", "optimizer.warmup_steps=1",
+        f"init_from={finished}@4", "model=none", "train.steps=2", "train.checkpoint_every=1", "optimizer.warmup_steps=1",
         "objective.ar_steps=1",
     )  # fmt: skip
     train(experiment, tmp_path / "run")
-    _, base = load_params(finished)
+    _, base = load_params(finished, step=4)
     config, adapted = load_params(tmp_path / "run", step=1)  # the learning rate of the first update is 0
     assert config == EXPERIMENT.model
     for name, value in base.items():
         np.testing.assert_array_equal(adapted[name], value)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "run" / "tokenizer" / file).read_bytes() == (finished / "tokenizer" / file).read_bytes()
-    assert f"from {finished} (step 6 of 6)" in capsys.readouterr().out
+    assert f"from {finished}@4 (step 4 of 6)" in capsys.readouterr().out
     # The AR steps come first, and only the steps after them know of masks.
     assert ["mlm_loss" in line for line in read_metrics(tmp_path / "run")] == [False, True]
 

@@ -54,7 +54,7 @@ SPARE_SLOTS = 256  # of a row's cache in another engine: a page of up to 128 slo
 @dataclasses.dataclass(frozen=True)
 class Bench:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir or a hub id."""
+    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     tasks: tuple[TaskName, ...] = ("counting", "word_problems", "stdlib_code")
     """What is decoded; these three are of low, medium and high entropy."""

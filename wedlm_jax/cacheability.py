@@ -35,7 +35,7 @@ COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on 
 @dataclasses.dataclass(frozen=True)
 class Cacheability:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir or a hub id."""
+    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
     limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100

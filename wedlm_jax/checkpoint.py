@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -36,8 +36,11 @@ from wedlm_jax.train_state import TrainState
 
 MODEL_FILE = "model.json"
 SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it that were not finite
+BEST_METRIC = "best_metric"  # beside it: the metric by which one checkpoint is kept as the best, or null
 _FOLDER = "checkpoints"
 _ITEMS = ("params", "training", "data")
+
+Step = int | Literal["best"] | None  # of a checkpoint; None: the newest
 
 logging.getLogger("absl").setLevel(
     logging.CRITICAL
@@ -53,6 +56,7 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, *, keep: int, best_metric: str | None = None):
         self._folder = workdir.absolute() / _FOLDER
+        self._best_metric = best_metric
         self._unreadable: set[int] = set()
         self._saving: int | None = None
         options = ocp.CheckpointManagerOptions(
@@ -92,7 +96,7 @@ class Checkpoints:
                 self._manager.delete(step)
                 self._unreadable.discard(step)
             # Forced: without it nothing is saved before the step of an unreadable checkpoint.
-            self._manager.save(step, args=args, metrics=dict(metrics), force=True)
+            self._manager.save(step, args=args, metrics={**metrics, BEST_METRIC: self._best_metric}, force=True)
         except Exception as error:
             raise self._not_written(error) from error
 
@@ -197,10 +201,14 @@ def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_m
     """
     steps = sorted(metrics)
     finite = [step for step in steps if not metrics[step].get(SKIPPED_IN_ROW)]
-    measured = {step: metrics[step].get(best_metric or "") for step in steps}
+    best = _best_of(metrics, best_metric)
+    return {*steps[-last:], *finite[-1:], *([] if best is None else [best])}
+
+
+def _best_of(metrics: Mapping[int, Mapping[str, Any]], best_metric: str | None) -> int | None:
+    measured = {step: metrics[step].get(best_metric or "") for step in metrics}
     measured = {step: value for step, value in measured.items() if value is not None and math.isfinite(value)}
-    best = [min(measured, key=lambda step: (measured[step], step))] if measured else []
-    return {*steps[-last:], *finite[-1:], *best}
+    return min(measured, key=lambda step: (measured[step], step), default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,26 +251,23 @@ class ModelFile:
 
 
 def load_params(
-    workdir: str | Path, step: int | None = None, mesh: Mesh | None = None
+    workdir: str | Path, step: Step = None, mesh: Mesh | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
     """The model config and the parameters by path of a workdir's checkpoint, cut over `mesh` or on the first device: those
     that were trained, which are an adapter's alone where the config has one.
 
     Args:
       workdir: where `wedlm_jax.train` ran.
-      step: of the checkpoint; the newest where it is None.
+      step: of the checkpoint; the newest where it is None, and then a line on stderr says so if another one was kept as the best.
 
     Raises:
       UserError: there is no checkpoint, not this one, or it is damaged.
     """
     workdir = Path(workdir)
     config = ModelFile.read(workdir).config
-    steps = saved_steps(workdir)
-    if not steps:
-        raise UserError(f"{workdir} holds no checkpoint yet; go on with its python -m wedlm_jax.train")
-    if step is not None and step not in steps:
-        raise UserError(f"{workdir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
-    step = steps[-1] if step is None else step
+    asked, step = step, chosen_step(workdir, step)
+    if asked is None and is_main() and (best := _best_step(workdir)) not in (None, step):
+        print(f"note: {workdir}: step {step}, the newest, is loaded; the best one is {workdir}@{best}", file=sys.stderr)
     shapes = jax.eval_shape(lambda: init_params(config, 0))
     if config.adapter is not None:
         shapes = split_adapter(shapes)[1]
@@ -282,6 +287,34 @@ def load_params(
             damaged = _damaged(folder / str(step), error)
             raise UserError(f"{damaged}; go on with its python -m wedlm_jax.train, which mends it") from error
     return config, restored["params"]
+
+
+def chosen_step(workdir: str | Path, step: Step) -> int:
+    """The step of the checkpoint that `step` names.
+
+    Raises:
+      UserError: there is none.
+    """
+    steps = saved_steps(workdir)
+    if not steps:
+        raise UserError(f"{workdir} holds no checkpoint yet; go on with its python -m wedlm_jax.train")
+    chosen = steps[-1] if step is None else _best_step(workdir) if step == "best" else step
+    if chosen is None:
+        raise UserError(
+            f"{workdir} keeps no best checkpoint (train.best_metric); it holds {', '.join(map(str, steps))}"
+        )
+    if chosen not in steps:
+        raise UserError(f"{workdir} holds no checkpoint of step {chosen}; it holds {', '.join(map(str, steps))}")
+    return chosen
+
+
+def _best_step(workdir: str | Path) -> int | None:
+    """The checkpoint with the lowest `best_metric` of those that are there; None where the run keeps none for that."""
+    metrics: dict[int, dict[str, Any]] = {}
+    for step in saved_steps(workdir):
+        with contextlib.suppress(OSError, ValueError):  # damaged: it is not known to be the best
+            metrics[step] = json.loads((Path(workdir) / _FOLDER / str(step) / "metrics" / "metrics").read_text())
+    return _best_of(metrics, metrics[max(metrics)].get(BEST_METRIC)) if metrics else None
 
 
 def saved_steps(workdir: str | Path) -> list[int]:

@@ -34,7 +34,7 @@ class Convert:
     """Write a model as a Hugging Face directory."""
 
     source: Annotated[str, tyro.conf.arg(name="from", metavar="SRC")]
-    """Workdir of wedlm_jax.train, HF directory, or hub id."""
+    """Workdir of wedlm_jax.train (its newest step; SRC@500 and SRC@best name another), HF directory, or hub id."""
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
     arch: Arch = "wedlm"
@@ -53,8 +53,9 @@ def convert(args: Convert) -> None:
         raise UserError(f"{flag} is for whole models and --only-adapter writes none; leave one of the two out")
     if args.verify:
         _require_torch()
-    source = pretrained.locate(args.source)
-    model = pretrained.load(source, pretrained.exact_dtype(source), adapter=args.adapter)
+    directory = pretrained.locate(args.source)
+    source = args.source if pretrained.is_workdir(directory) else directory  # with the step; a hub id is fetched once
+    model = pretrained.load(source, pretrained.exact_dtype(directory), adapter=args.adapter)
     if args.only_adapter:
         pretrained.save_adapter(model, args.target)
         print(f"wrote {args.target}: {_in_words(model)}, {_size_of(args.target) / 1e6:.1f} MB")
@@ -65,15 +66,16 @@ def convert(args: Convert) -> None:
         verify(source, args.target, args.adapter)
 
 
-def verify(source: Path, target: Path, adapter: str | None = None) -> None:
+def verify(source: str | Path, target: Path, adapter: str | None = None) -> None:
     """Raises `UserError` where torch on `target`, or on an HF `source` without an adapter, gives other logits than we for
     `source`, merged with `adapter`."""
     _require_torch()
-    model = _in_float32(plain(pretrained.load(source, pretrained.exact_dtype(source), adapter=adapter)))
+    directory = pretrained.locate(source)
+    model = _in_float32(plain(pretrained.load(source, pretrained.exact_dtype(directory), adapter=adapter)))
     tokens, positions = _probe(model.config.vocab_size)
     ours = _our_logits(model, tokens, positions)
     del model
-    sides = [target] if pretrained.is_workdir(source) or adapter is not None else [target, source]
+    sides = [target] if pretrained.is_workdir(directory) or adapter is not None else [target, directory]
     tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
     for side in sides:
         difference = float(np.abs(_torch_logits(side, tokens, positions) - ours).max())

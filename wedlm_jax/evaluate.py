@@ -56,7 +56,7 @@ class Evaluate:
     workdir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where the experiment was trained; runs/NAME if not given."""
     model: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Or evaluate any model: HF directory, hub id, or workdir."""
+    """Or evaluate any model: HF directory, hub id, or workdir (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""

@@ -86,7 +86,7 @@ class TrainConfig:
     log_every: int = 10  # steps
     checkpoint_every: int = 500  # steps; the last step is always saved
     keep_checkpoints: int = 2  # the newest ones; the last one saved while updates were finite stays in any case
-    best_metric: Literal["validation_ar_loss", "validation_mlm_loss"] | None = None  # its lowest checkpoint is kept too
+    best_metric: Literal["validation_ar_loss", "validation_mlm_loss"] | None = None  # its lowest is WORKDIR@best
     max_skipped_in_row: int = 10  # stop after so many steps with a loss or gradient that is not finite
     eval_every: int = 0  # steps between two looks at held-out data; 0 = none
     eval_batches: int = 4  # held-out batches, the same ones each time
@@ -126,7 +126,7 @@ class Experiment:
 
     name: str
     model: ModelConfig | ModelOverrides | None = None  # None: as in init_from
-    init_from: str | None = None  # a workdir, an HF directory or a hub id; None: fresh parameters
+    init_from: str | None = None  # a workdir (also WORKDIR@STEP), an HF directory or a hub id; None: fresh parameters
     tokenizer: TokenizerConfig = TokenizerConfig()
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()

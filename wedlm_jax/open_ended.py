@@ -42,7 +42,7 @@ from wedlm_jax.version import __version__
 @dataclasses.dataclass(frozen=True)
 class OpenEndedFlags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir or a hub id."""
+    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """Your prompts, {"prompt": str} or {"messages": [...]} a line; if not given, excerpts of held-out code."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,9 @@ from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.ops.attention import asked_elsewhere
 
 if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
-    from wedlm_jax.checkpoint import Base
+    from wedlm_jax.checkpoint import Base, Step
+
+_WITH_STEP = re.compile(r"(.+)@(\d+|best)")
 
 
 def load(
@@ -41,8 +44,8 @@ def load(
     """Loads a model.
 
     Args:
-      path: an HF directory (config.json and safetensors), a workdir of `wedlm_jax.train` (its newest checkpoint), or a
-        hub id `owner/name`, which is fetched where no such local path exists.
+      path: an HF directory (config.json and safetensors), a workdir of `wedlm_jax.train` (its newest checkpoint; `WORKDIR@500`
+        and `WORKDIR@best` name another), or a hub id `owner/name`, which is fetched where no such local path exists.
       dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
         and float32 on CPU.
       mask_token_id: overrides the id that the directory declares.
@@ -55,15 +58,18 @@ def load(
     """
     directory = locate(path)
     if is_workdir(directory):
-        model = _load_workdir(directory, resolve_dtype(dtype), mask_token_id, mesh)
+        model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)
     else:
         model = load_hf(directory, dtype, mask_token_id, mesh)
     if adapter is not None:
         base, beside = model, locate_adapter(adapter)
-        model = _with_adapter_of(beside, model, str(path)) if is_workdir(beside) else with_adapter(model, beside)
+        if is_workdir(beside):
+            model = _with_adapter_of(beside, split_step(adapter)[1], model, str(path))
+        else:
+            model = with_adapter(model, beside)
         if mask_token_id is not None:
             model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
-        directory = Path(adapter)
+        directory = beside
     return dataclasses.replace(model, calibration=_calibration(directory, model), source=model.source or str(path))
 
 
@@ -101,31 +107,51 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
 
 def locate_adapter(path: str | Path) -> Path:
     """The local directory of an adapter. A `UserError` says what else is there."""
-    directory = Path(path)
+    directory = Path(split_step(path)[0])
     if not directory.is_dir():
         what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
         raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT")
     if not is_adapter(directory) and (directory / "config.json").is_file():
         raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
+    _require_steps(path, directory)
     return directory
 
 
 def locate(path: str | Path) -> Path:
-    """The local directory that `path` names; hub ids are fetched, `~` is the home directory, which no shell writes out behind an
-    equals sign. A `UserError` says what would make a missing one."""
-    directory = Path(os.path.expanduser(path))
+    """The local directory that `path` names; hub ids are fetched. A `UserError` says what would make a missing one."""
+    named, path = path, split_step(path)[0]
+    directory = Path(path)
     if not directory.exists() and not is_hub_id(path):
         raise UserError(
             f"{path}: no such directory; python -m wedlm_jax.train --exp NAME --workdir {path} makes a workdir, "
             f"python -m wedlm_jax.convert --from WORKDIR --to {path} an HF directory"
         )
-    directory = local_directory(directory if directory.exists() else path)
+    _require_steps(named, directory)
+    directory = local_directory(path)
     if not is_workdir(directory) and not (directory / "config.json").is_file():
         raise UserError(
             f"{path}: neither an HF directory (no config.json) nor a workdir with a model (no model.json); "
             f"python -m wedlm_jax.train --exp NAME --workdir {path} makes one"
         )
     return directory
+
+
+def split_step(path: str | Path) -> tuple[str | Path, Step]:
+    """The directory that `path` names, and the checkpoint: `runs/sft@500` or `runs/sft@best`, None where it names no other.
+
+    `~` is the home directory, which no shell writes out behind an equals sign.
+    """
+    path = type(path)(os.path.expanduser(path))
+    named = _WITH_STEP.fullmatch(str(path))
+    if named is None or Path(path).exists():
+        return path, None
+    return type(path)(named[1]), "best" if named[2] == "best" else int(named[2])
+
+
+def _require_steps(path: str | Path, directory: Path) -> None:
+    """Raises a `UserError` where `path` names a checkpoint and `directory` is not of the kind that holds several."""
+    if (step := split_step(path)[1]) is not None and not is_workdir(directory):
+        raise UserError(f"{path}: {directory} is no workdir of wedlm_jax.train and has no steps; leave out @{step}")
 
 
 def is_workdir(directory: Path) -> bool:
@@ -155,11 +181,11 @@ def _calibration(directory: Path, model: Model) -> Calibration | None:
     return None
 
 
-def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:
+def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:
     from wedlm_jax.checkpoint import ModelFile, load_params  # here, so that reading an HF directory imports no orbax
 
     declared = ModelFile.read(workdir)
-    config, params = load_params(workdir, mesh=mesh)
+    config, params = load_params(workdir, step, mesh)
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
     tokenizer = load_tokenizer(workdir / "tokenizer")
     if mask_token_id is None:
@@ -175,7 +201,7 @@ def _load_workdir(workdir: Path, dtype: DType, mask_token_id: int | None, mesh: 
     return model if declared.base is None else dataclasses.replace(model, source=declared.base.path)
 
 
-def _with_adapter_of(workdir: Path, model: Model, name: str) -> Model:
+def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Model:
     """The model with the adapter that a workdir trained; `name` is what the model was loaded as."""
     from wedlm_jax.checkpoint import ModelFile, load_params
 
@@ -187,7 +213,7 @@ def _with_adapter_of(workdir: Path, model: Model, name: str) -> Model:
     params = params_of(model.transformer)
     dataclasses.replace(declared.base, path=name).check(model.config, params)
     config = dataclasses.replace(model.config, adapter=declared.config.adapter)
-    transformer = transformer_from(config, params | load_params(workdir, mesh=model.mesh)[1])
+    transformer = transformer_from(config, params | load_params(workdir, step, model.mesh)[1])
     ids = declared.mask_token_id, declared.eos_token_ids
     return dataclasses.replace(
         model, transformer=transformer, config=config, mask_token_id=ids[0], eos_token_ids=ids[1]

@@ -42,7 +42,7 @@ from wedlm_jax.version import __version__
 @dataclasses.dataclass(frozen=True)
 class Tradeoff:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir or a hub id."""
+    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     task: Literal["word_problems", "counting", "copying"] = "word_problems"
     limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100

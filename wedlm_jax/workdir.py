@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import Base, ModelFile, differences, saved_steps
+from wedlm_jax.checkpoint import Base, ModelFile, chosen_step, differences, saved_steps
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
@@ -21,7 +20,7 @@ from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
-from wedlm_jax.pretrained import load
+from wedlm_jax.pretrained import load, split_step
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
@@ -45,8 +44,9 @@ def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
       UserError: there is none, or its shape is not that of the experiment's model.
     """
     path = str(experiment.init_from)
-    if not Path(path).exists() and Path(path).parent == Path("runs"):
-        raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {Path(path).name} makes it")
+    place = Path(split_step(path)[0])
+    if not place.exists() and place.parent == Path("runs"):
+        raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {place.name} makes it")
     dtype = None if experiment.adapter is None or experiment.model is None else experiment.model.param_dtype
     initial = load(path, dtype=dtype or "float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
     if not isinstance(experiment.model, ModelConfig):
@@ -120,10 +120,9 @@ def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
 
 
 def progress_of(init_from: str | None) -> str:
-    """How far the run in a workdir has come, for all to see; nothing for a directory that is none."""
-    workdir = os.path.expanduser(str(init_from))
-    steps = saved_steps(workdir)
-    return f" (step {steps[-1]} of {Experiment.load(workdir).train.steps})" if steps else ""
+    """Which step of the run in a workdir it is, for all to see; nothing for a directory that is none."""
+    place, step = split_step(str(init_from))
+    return f" (step {chosen_step(place, step)} of {Experiment.load(place).train.steps})" if saved_steps(place) else ""
 
 
 def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path) -> PreTrainedTokenizerBase:

@@ -37,7 +37,7 @@ SMALLEST_CONTEXT = 3
 @dataclasses.dataclass(frozen=True)
 class Chat:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory, hub id, or workdir of wedlm_jax.train."""
+    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
     system: str | None = None
     """What the system says first."""

@@ -44,7 +44,7 @@ KINDS = {
 @dataclasses.dataclass(frozen=True)
 class Generate:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory, hub id, or workdir of wedlm_jax.train."""
+    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
     prompt: str | None = None
     """Text to complete, as it is."""
