@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
@@ -19,6 +20,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request
 from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
+from wedlm_jax.engine import programs
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
@@ -47,7 +49,7 @@ CHANGES = [
 ]
 
 
-def programs() -> tuple[int, int]:
+def compiled() -> tuple[int, int]:
     return decode_loop.run._cache_size(), decode_loop.start._cache_size()
 
 
@@ -55,20 +57,20 @@ def programs() -> tuple[int, int]:
 def test_changing_settings_prompts_or_weights_compiles_nothing(name):
     generate(tiny_model(), PROMPTS, config_of(name))
     generate(tiny_model(), PROMPTS, config_of(name, temperature=0.5))  # whether anything is drawn is compiled in
-    before = programs()
+    before = compiled()
     for change in CHANGES:
         generate(tiny_model(), PROMPTS, config_of(name, **change))
     generate(tiny_model(1), [[3] * 16, [2] * 7, [1]], config_of(name))
-    assert programs() == before
+    assert compiled() == before
 
 
 def test_another_shape_is_another_program():
     """So the counts above can move."""
     model = reciting_model([1, 2], vocab_size=7, mask_token_id=6)
-    before = programs()
+    before = compiled()
     for limit in (1, 1 + SMALLEST_BUCKET, 1 + 2 * SMALLEST_BUCKET):
         generate(model, [[0]], config_of("ar", max_new_tokens=limit))
-    assert [now - then for now, then in zip(programs(), before, strict=True)] == [3, 3]
+    assert [now - then for now, then in zip(compiled(), before, strict=True)] == [3, 3]
 
 
 @pytest.mark.parametrize("number, batch_size, rows", [(7, 3, [3] * 3), (7, 6, [4] * 2), (2, 16, [2]), (5, 1, [1] * 5)])
@@ -143,11 +145,38 @@ def test_a_callback_would_be_seen():
     assert HOST.search(jax.jit(talks).lower(1.0).as_text())
 
 
-def test_the_state_is_given_up_to_the_loop():
+HALTED = np.zeros(ROWS, bool)
+
+
+@pytest.mark.parametrize(
+    ("program", "more"),
+    [(decode_loop.run, {}), (decode_loop.run_step, {}), (decode_loop.run_steps, {"halted": HALTED, "steps": 4})],
+)
+def test_the_state_is_given_up_to_the_loop(program, more):
     """The cache is updated in place: its buffers are donated, not copied."""
     positional = arguments("streaming_eager")
-    text = decode_loop.run.lower(*positional).as_text()
-    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= len(jax.tree.leaves(positional[2]))
+    text = program.lower(*positional, **more).as_text()
+    assert donated(text) >= len(jax.tree.leaves(positional[2]))
+
+
+def test_the_engine_gives_up_the_caches_that_it_prefills_and_fills_rows_of():
+    _, weights, state, settings = arguments("verified")
+    lengths = jnp.asarray([1, 2, 3], jnp.int32)
+    sizes = dict(chunk=SMALLEST_BUCKET, masks=0)
+    prefilled = programs.prefill_behind.lower(
+        weights, state.cache, state.prompt, 0 * lengths, lengths, settings, **sizes
+    )
+    assert donated(prefilled.as_text()) == len(jax.tree.leaves(state.cache))
+    filled = programs.fill_rows.lower(
+        weights, state, settings, jnp.arange(ROWS), state.cache, state.prompt, lengths, settings, None,
+        holds_back=True, drafter=None,
+    )  # fmt: skip
+    assert donated(filled.as_text()) == len(jax.tree.leaves((state, settings)))
+
+
+def donated(text: str) -> int:
+    """Arguments of a lowered program whose memory it may write its results to."""
+    return text.count("tf.aliasing_output") + text.count("jax.buffer_donor")
 
 
 def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
