@@ -1,4 +1,4 @@
-"""Every command that loads a model takes --adapter, and says what is wrong with it before anything runs."""
+"""Every command that loads a model takes --adapter, and says what is wrong with it before anything runs; and --dtype."""
 
 import dataclasses
 import importlib
@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from tests.hf.adapters import with_noise
-from wedlm_jax import calibrate, load, save, save_adapter
+from wedlm_jax import calibrate, load, pretrained, save, save_adapter
 from wedlm_jax.checkpoint import Base, Checkpoints, ModelFile
 from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.errors import UserError
@@ -62,6 +62,23 @@ def test_every_command_passes_it_on(command, folder, monkeypatch, capsys):
     assert run(monkeypatch, command, "--model", "base", "--adapter", "adapter", *COMMANDS[command]) == 2
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("error: adapter: trained on base of revision 00000000")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"evaluate"}))  # which measures in float32 alone
+def test_every_command_loads_its_model_in_the_dtype_that_is_given(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Anna"}\n')
+    asked = []
+
+    def load(path, dtype=None, **_):
+        asked.append((path, dtype))
+        raise UserError("enough")
+
+    monkeypatch.setattr(pretrained, "load", load)
+    for flags in ([], ["--dtype", "bfloat16"]):
+        assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
+    assert asked == [("base", None), ("base", "bfloat16")], capsys.readouterr().err
 
 
 @pytest.mark.skipif(not FULL, reason="compiles two decoders; launch/test.sh --full")

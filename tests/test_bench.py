@@ -110,12 +110,13 @@ class Cells:
     """In place of `compare`, in main: a batch is an error to raise, or None for rows by AR and lookup."""
 
     def __init__(self, monkeypatch, **of_batch):
-        self.met, self.of_batch = [], {int(name[1:]): error for name, error in of_batch.items()}
+        self.met, self.configs, self.of_batch = [], [], {int(name[1:]): error for name, error in of_batch.items()}
         monkeypatch.setattr(command, "compare", self)
         monkeypatch.setattr(command.Rates, "measured", lambda dtype: Rates(1e9, 1e9))
 
-    def __call__(self, model, work, *_, **__):
+    def __call__(self, model, work, problems=(), configs=(), *_, **__):
         self.met.append(work.batch)
+        self.configs += configs
         if error := self.of_batch.get(work.batch):
             raise error
         return [dataclasses.replace(speed(name, work.batch, 0.5), work=work) for name in ("ar", "lookup")]
@@ -242,6 +243,14 @@ def test_it_says_which_completions_are_shorter_than_what_was_asked_for():
     assert line == (
         "Ended sooner: counting, batch 8, 8 + 6 tokens (down to 1.5 a row). --ignore-end decodes on behind an end token."
     )
+
+
+def test_every_decoder_goes_on_behind_an_end_where_that_is_asked_for(monkeypatch, capsys, model_dir, tmp_path):
+    for flags, stop_ids in (((), None), (("--ignore-end",), ())):
+        cells = Cells(monkeypatch)
+        status, _, err = run(monkeypatch, capsys, *grid(model_dir, tmp_path, *flags))
+        assert status == 0, err
+        assert [(c.decoder, c.stop_ids) for c in cells.configs] == [("ar", stop_ids), ("lookup", stop_ids)] * 3
 
 
 def test_it_says_where_ar_wins():

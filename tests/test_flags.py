@@ -3,11 +3,14 @@
 import dataclasses
 import importlib
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import wedlm_jax
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 
@@ -69,25 +72,41 @@ def test_each_example_of_the_help_is_a_line(margin, capsys):
     assert {f"$ {example}" for example in examples} <= set(map(str.strip, capsys.readouterr().out.splitlines()))
 
 
-@pytest.mark.parametrize(
-    ("command", "needed"),
-    [
-        ("train", []),
-        ("evaluate", []),
-        ("convert", ["--from", "a", "--to", "b"]),
-        ("generate.__main__", ["--model", "a"]),
-        ("metrics.__main__", []),
-        ("data.__main__", []),
-    ],
-)
-def test_every_command_tells_a_bad_flag_in_one_line(command, needed, monkeypatch, capsys):
+OF_A_MODEL = ["--model", "a"]
+COMMANDS = {
+    "train": [],
+    "evaluate": [],
+    "metrics.__main__": [],
+    "data.__main__": [],
+    "convert": ["--from", "a", "--to", "b"],
+    "calibrate": ["--model", "a", "--data", "b"],
+    "generate.__main__": OF_A_MODEL,
+    "chat.__main__": OF_A_MODEL,
+    "bench": OF_A_MODEL,
+    "tradeoff": OF_A_MODEL,
+    "cacheability": OF_A_MODEL,
+    "open_ended": OF_A_MODEL,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_a_bad_flag_in_one_line(command, monkeypatch, capsys):
     main = importlib.import_module(f"wedlm_jax.{command}").main
-    monkeypatch.setattr(sys, "argv", [command, *needed, "--no-such-flag", "3"])
+    monkeypatch.setattr(sys, "argv", [command, *COMMANDS[command], "--no-such-flag", "3"])
     with pytest.raises(SystemExit) as exit:
         main()
     shown = capsys.readouterr().err
     assert exit.value.code == 2
     assert shown.startswith("error: Unrecognized options: --no-such-flag") and shown.count("\n") == 1
+
+
+def test_these_are_all_the_commands_that_take_flags():
+    package = Path(wedlm_jax.__file__).parent
+    texts = {path.relative_to(package).with_suffix(""): path.read_text() for path in package.rglob("*.py")}
+    commands = {
+        ".".join(path.parts) for path, text in texts.items() if "\n@entry\n" in text and re.search(r"\bparse\(", text)
+    }
+    assert commands == set(COMMANDS)
 
 
 def test_a_command_whose_reader_has_left_says_nothing():
