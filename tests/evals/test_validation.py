@@ -12,7 +12,16 @@ from wedlm_jax.data.pipeline import batches, make_tokenizer
 from wedlm_jax.evals.validation import SEED, Validation, prompts
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.train_state import new_state
-from wedlm_jax.train_step import StepSettings, place, wedlm_step
+from wedlm_jax.train_step import (
+    LOSS_BY_RATIO,
+    StepSettings,
+    corrupted_streams,
+    masked_by_ratio,
+    place,
+    wedlm_step,
+)
+
+from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
 
 SETTINGS = StepSettings(MODEL, EXPERIMENT.objective, EXPERIMENT.optimizer, mask_token_id=3, total_steps=6, seed=7)
 
@@ -32,18 +41,27 @@ def params():
     return init_params(MODEL, 0)
 
 
-def test_it_measures_the_loss_of_training_on_the_same_rows_and_masks_each_time(tokenizer, params):
+@pytest.fixture(scope="module")
+def in_training(tokenizer, params):
+    """Of the first two batches, each alone: the metrics of a training step, and the masked tokens of each mask ratio."""
+    stream = batches(EXPERIMENT.data, tokenizer, SETTINGS.objective.block_size, 2, SEED, "held_out")
+    settings, found = dataclasses.replace(SETTINGS, seed=SEED), []
+    step, draw = (jax.jit(f, static_argnames="settings") for f in (wedlm_step, corrupted_streams))
+    for number in range(2):
+        batch = place(next(stream), one_device_mesh())
+        state = dataclasses.replace(new_state(params, settings.optimizer), step=jnp.int32(number))
+        masked = masked_by_ratio(draw(state.step, batch, settings=settings))
+        found.append((step(state, batch, settings=settings)[1], {name: int(x.sum()) for name, x in masked.items()}))
+    return found
+
+
+def test_it_measures_the_loss_of_training_on_the_same_rows_and_masks_each_time(tokenizer, params, in_training):
     look = validation(tokenizer, num_batches=1)
     measured = look.measure(params, masks=True)
     assert (
         measured == look.measure(params, masks=True) == validation(tokenizer, num_batches=1).measure(params, masks=True)
     )
-    stream = batches(EXPERIMENT.data, tokenizer, SETTINGS.objective.block_size, 2, SEED, "held_out")
-    state = new_state(params, SETTINGS.optimizer)
-    settings = dataclasses.replace(SETTINGS, seed=SEED)
-    _, metrics = jax.jit(wedlm_step, static_argnames="settings")(
-        state, place(next(stream), one_device_mesh()), settings=settings
-    )
+    metrics, _ = in_training[0]
     for name, value in measured.items():
         if value is not None:
             np.testing.assert_allclose(value, metrics[name.removeprefix("validation_")], rtol=1e-5, err_msg=name)
@@ -52,9 +70,19 @@ def test_it_measures_the_loss_of_training_on_the_same_rows_and_masks_each_time(t
     assert list(ar) == ["validation_ar_loss"]
 
 
-def test_more_batches_are_averaged(tokenizer, params):
-    one, two = (validation(tokenizer, num_batches=n).measure(params, masks=True) for n in (1, 2))
-    assert one.keys() == two.keys() and one != two
+def test_losses_of_several_batches_are_averaged_and_those_by_mask_ratio_over_the_masked_tokens(
+    tokenizer, params, in_training
+):
+    (one, _), (other, _) = in_training
+    measured = validation(tokenizer, num_batches=2).measure(params, masks=True)
+    for name in ("ar_loss", "mlm_loss"):
+        assert abs(one[name] - other[name]) > 2e-4
+        np.testing.assert_allclose(measured.pop(f"validation_{name}"), (one[name] + other[name]) / 2, rtol=1e-5)
+    assert list(measured) == [f"validation_{name}" for name in LOSS_BY_RATIO]
+    for name in LOSS_BY_RATIO:
+        found = [(metrics[name], counts[name]) for metrics, counts in in_training if counts[name]]
+        mean = np.average([loss for loss, _ in found], weights=[count for _, count in found])
+        np.testing.assert_allclose(measured[f"validation_{name}"], mean, rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("masks", [True, False])
