@@ -15,32 +15,68 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wedlm_jax import Completion, DecodeConfig, generate
+from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 
-from ..conftest import examples
+from ..conftest import FULL, examples
 from ..reference.decoding import Row, decode
 from .models import LOOPS, MASK, ROWS, TINY, reference_of, tiny_model
 
+if not FULL:  # whose cases are many: there, what is compiled is also optimised
+    from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
+
 TIE = 1e-4
 TOKENS = st.integers(0, TINY.vocab_size - 1)
+LONG = dataclasses.replace(TINY, max_position_embeddings=512)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is drawn otherwise than for the loops that the tests share."""
+
+    window_size: str | None = None  # None: drawn
+    sizes: tuple[int, int] | None = None  # of windows and blocks; None: those of LOOPS
+    most_new: int = 14
+    prompts: st.SearchStrategy = st.lists(TOKENS, min_size=1, max_size=12)
+    model: ModelConfig = TINY
+    count: int = 30  # batches of an ordinary run
+
+
+AUTO = Case(window_size="auto", count=8)  # compiles eight widths
+WIDE = Case(sizes=(8, 16), most_new=30)  # two buckets of windows
+# The cache is read up to slot 288 or as a whole, and a row comes from one to the other while it decodes.
+LONG_PROMPTS = Case(
+    sizes=(9, 16),
+    prompts=st.builds(
+        lambda length, seed: np.random.default_rng(seed).integers(0, TINY.vocab_size, length).tolist(),
+        st.integers(257, 288), st.integers(0, 999),
+    ),
+    model=LONG, count=6,
+)  # fmt: skip
+CASES = {
+    **{loop: (loop, Case()) for loop in LOOPS},
+    "verified, automatic windows": ("verified", AUTO),
+    "streaming_fallback, long prompts": ("streaming_fallback", LONG_PROMPTS),
+    **({f"{loop}, wide": (loop, WIDE) for loop in LOOPS if loop != "ar"} if FULL else {}),
+}
 
 
 @st.composite
-def requests(draw, loop: str, **fixed) -> tuple[list[int], DecodeConfig]:
+def requests(draw, loop: str, case: Case = Case()) -> tuple[list[int], DecodeConfig]:
     """A prompt and settings that run in one loop of LOOPS."""
-    fields, (smallest, largest) = LOOPS[loop]
+    fields, sizes = LOOPS[loop]
+    smallest, largest = case.sizes or sizes
     sampled = draw(st.booleans())
-    prompt = draw(st.lists(TOKENS, min_size=1, max_size=12))
-    return prompt, DecodeConfig(
+    return draw(case.prompts), DecodeConfig(
         **fields,
-        window_size=fixed.get("window_size") or draw(st.integers(smallest, largest)),
+        window_size=case.window_size or draw(st.integers(smallest, largest)),
         block_size=draw(st.integers(smallest, largest)),
         entropy_threshold=draw(st.sampled_from([1.4, 1.8, float("inf"), 1.0, 0.7, 0.3, 0.0, None])),
         distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
         fill_rule=draw(st.sampled_from(["auto", "each", "sum", "run"])),
         reorder=draw(st.sampled_from([True, True, False])),
         confidence_threshold=draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])),
-        max_new_tokens=draw(st.integers(1, 14)),
+        max_new_tokens=draw(st.integers(1, case.most_new)),
         temperature=draw(st.sampled_from([0.3, 0.8, 1.5])) if sampled else 0.0,
         top_k=draw(st.sampled_from([0, 1, 3, 100])),
         top_p=draw(st.sampled_from([0.1, 0.6, 0.9, 1.0])),
@@ -52,21 +88,21 @@ def requests(draw, loop: str, **fixed) -> tuple[list[int], DecodeConfig]:
 
 
 @st.composite
-def batches(draw, loop: str, **fixed) -> tuple[int, list[list[int]], list[DecodeConfig]]:
+def batches(draw, loop: str, case: Case = Case()) -> tuple[int, list[list[int]], list[DecodeConfig]]:
     """A weight seed, and a ragged batch of rows that share a loop and nothing else."""
-    drawn = [draw(requests(loop, **fixed)) for _ in range(ROWS)]
+    drawn = [draw(requests(loop, case)) for _ in range(ROWS)]
     return draw(st.integers(0, 2)), [prompt for prompt, _ in drawn], [config for _, config in drawn]
 
 
 @jax.jit
 def _noise(seed, row):
     key = jax.random.fold_in(jax.random.key(seed), row)
-    keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(np.arange(2 * TINY.max_position_embeddings))
+    keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(np.arange(2 * LONG.max_position_embeddings))
     return jax.vmap(lambda k: jax.random.gumbel(k, (TINY.vocab_size,)))(keys)
 
 
-def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig]) -> list[Row]:
-    model = reference_of(tiny_model(seed))
+def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig], of: ModelConfig = TINY) -> list[Row]:
+    model = reference_of(tiny_model(seed, of))
     rows = []
     for number, (prompt, config) in enumerate(zip(prompts, configs, strict=True)):
         noise = np.asarray(_noise(config.seed, number), np.float64)
@@ -81,21 +117,19 @@ def check_equals_autoregressive(row: Row, ours: Completion) -> None:
         assert (ours.ids, ours.finish_reason) == (alone.emitted, alone.finish)
 
 
-@pytest.mark.parametrize(
-    ("loop", "fixed"), [*((loop, {}) for loop in LOOPS), ("verified", {"window_size": "auto"})], ids=str
-)
-def test_decoding_equals_the_list_based_reference(loop, fixed):
+@pytest.mark.parametrize(("loop", "case"), CASES.values(), ids=CASES)
+def test_decoding_equals_the_list_based_reference(loop, case):
     compared, discarded, several_a_forward = 0, 0, 0
 
-    @settings(max_examples=examples(8 if fixed else 30, 400))  # automatic windows compile eight widths
-    @given(batches(loop, **fixed))
+    @settings(max_examples=examples(case.count, 400))
+    @given(batches(loop, case))
     def check(batch):
         nonlocal compared, discarded, several_a_forward
         seed, prompts, configs = batch
-        model = dataclasses.replace(tiny_model(seed))
+        model = dataclasses.replace(tiny_model(seed, case.model))
         model.slot_cost = ON_ACCELERATOR  # so cheap that automatic windows are as wide as they can be
         completions = generate(model, prompts, configs)
-        for row, ours in zip(expected(seed, prompts, configs), completions, strict=True):
+        for row, ours in zip(expected(seed, prompts, configs, case.model), completions, strict=True):
             if row.margin < TIE:
                 discarded += 1
                 continue
