@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Every test: bash launch/test.sh [--full] [pytest arguments]
+# The tests: bash launch/test.sh [--full] [pytest arguments]
 #
-# From any folder, safe to repeat. --full runs the costly checks at their full counts (2,000 cases instead of about 150).
+# From any folder, safe to repeat. --full draws 20 to 2,000 random cases a test instead of 1 to 200, and runs what is too slow for
+# every run.
 set -euo pipefail
 
 arguments=()

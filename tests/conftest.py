@@ -23,7 +23,7 @@ FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
 
 
 def examples(ordinary: int, full: int) -> int:
-    """The count of a costly check, here and under --full: `@settings(max_examples=examples(150, 2000))`."""
+    """The count of a costly check, here and under --full: `@settings(max_examples=examples(25, 1200))`."""
     return full if FULL else ordinary
 
 

@@ -24,7 +24,7 @@ def test_staggered_requests_equal_the_list_based_reference():
         st.tuples(st.integers(0, 3), st.sampled_from(DECODERS).flatmap(requests)), min_size=3, max_size=6
     )  # runs of two steps before each, and the request
 
-    @settings(max_examples=examples(25, 300))
+    @settings(max_examples=examples(25, 1200))
     @given(arrivals)
     def check(case):
         nonlocal compared, discarded, waited
