@@ -228,6 +228,7 @@ def test_the_frozen_part_is_not_in_the_backward_pass(monkeypatch):
     assert 1.5 < all_places - few < 1.9
 
 
+@pytest.mark.skipif(not FULL, reason="compiles two deep models; launch/test.sh --full")
 def test_nothing_of_the_frozen_part_is_kept_for_the_backward_pass(monkeypatch):
     """By temporaries of the compiled steps of one model and batch: full training keeps what 2L rows compute. Of an adapter's step
     they fall with the places for masks, to less than a quarter for L / 4; were the 2L frozen rows differentiated, they would be

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.conftest import FULL
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, row_shares
@@ -33,7 +34,7 @@ def two_updates(mesh_config: MeshConfig | None, micro_batches: int, mlp_tile: in
 @pytest.mark.parametrize(
     ("mesh_config", "micro_batches", "mlp_tile"),
     [
-        (MeshConfig(data=8), 1, None),
+        *([(MeshConfig(data=8), 1, None)] if FULL else []),  # else in test_kill
         (MeshConfig(data=1, fsdp=8), 1, None),
         (MeshConfig(data=2, fsdp=2, tensor=2), 2, None),
         (MeshConfig(data=1, fsdp=4, tensor=2), 1, None),
