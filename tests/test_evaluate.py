@@ -23,6 +23,8 @@ from wedlm_jax.experiment import load_experiment
 from wedlm_jax.pretrained import save
 from wedlm_jax.train import train
 
+from .quick_compile import quick_compile  # noqa: F401  for every test of this file
+
 EXPERIMENTS = """
 from dataclasses import replace
 
