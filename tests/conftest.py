@@ -44,8 +44,8 @@ MANY_MAPS = 15_000
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-    """A compiled program is a dozen memory maps; Linux allows a process 65,530, and XLA aborts where it gets no more. A quarter of
-    that is some 3 GiB, and two workers run."""
+    """A compiled program is a dozen memory maps; Linux allows a process 65,530, and XLA aborts where it gets no more. A
+    quarter of them is some 3 GiB, and two workers run."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > MANY_MAPS:

@@ -12,8 +12,8 @@ import pytest
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import batches
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError
+from wedlm_jax.flags import spell_none
 from wedlm_jax.pretrained import load, save
 
 command = importlib.import_module("wedlm_jax.generate.__main__")

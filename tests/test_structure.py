@@ -187,11 +187,16 @@ def test_nothing_is_left_for_later():
 
 
 def test_the_readme_links_to_what_exists():
-    links = re.findall(
-        r"\[(`?)([^\]`]*)`?\]\((?!https?:)([^)]+)\)", (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    )
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    links = re.findall(r"\[(`?)([^\]`]*)`?\]\((?!https?:)([^)]+)\)", readme)
     assert links
+    headings = {
+        "#" + "-".join(re.findall(r"\w+", line.lower())) for line in readme.splitlines() if line.startswith("#")
+    }
     for code, name, target in links:
+        if target.startswith("#"):
+            assert target in headings, f"README.md links to {target}"
+            continue
         file = REPOSITORY / target
         assert file.is_file(), f"README.md links to {target}"
         if code:

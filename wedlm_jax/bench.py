@@ -28,7 +28,6 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig, Decoder
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.engine.memory import cache_bytes
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
@@ -261,7 +260,7 @@ def save(args: Bench, found: Found) -> None:
 
 @entry
 def main() -> None:
-    args = each_once(parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__, args=spell_none(sys.argv[1:])))
+    args = each_once(parse(Bench, prog="python -m wedlm_jax.bench", description=__doc__))
     require_positive(args, "batches", "outputs", "repeats")
     if min(args.prompts, default=-1) < 0:
         raise UserError("--prompts: give lengths in tokens, or 0 for one problem alone")

@@ -7,7 +7,6 @@ python -m wedlm_jax.cacheability --model exports/quickstart --tasks counting --t
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,7 +17,6 @@ from rich.progress import Progress
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
@@ -149,9 +147,7 @@ def findings(name: str, points: Sequence[Point]) -> list[str]:
 
 @entry
 def main() -> None:
-    args = each_once(
-        parse(Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__, args=spell_none(sys.argv[1:]))
-    )
+    args = each_once(parse(Cacheability, prog="python -m wedlm_jax.cacheability", description=__doc__))
     require_positive(args, "limit", "batch_size")
     instead = {
         "entropy_threshold": "--thresholds", "fill_rule": "--fill-rules", "confidence_threshold": "--confidences",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,7 +19,6 @@ from rich.table import Table
 from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import bucket, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine import Engine
@@ -121,9 +119,7 @@ def _check_flags(args: Calibrate) -> None:
         raise UserError(f"--max-disagreement {args.max_disagreement:g}: must lie in [0, 1)")
     require_positive(args, "limit", "batch_size")
     if name := not_plain(args.decode):
-        raise UserError(
-            f"{name}={getattr(args.decode, name)}: calibrated is plain streaming, whose tau and lambda are chosen; leave it out"
-        )
+        raise UserError(f"{name}={getattr(args.decode, name)}: only plain streaming can be calibrated; leave it out")
     for name in ("entropy_threshold", "distance_penalty"):
         if getattr(args.decode, name) != getattr(DecodeConfig(), name):
             raise UserError(f"--{name.replace('_', '-')}: tau and lambda are what is chosen here; leave it out")
@@ -138,7 +134,7 @@ def _check_flags(args: Calibrate) -> None:
 
 @entry
 def main() -> None:
-    args = parse(Calibrate, prog="python -m wedlm_jax.calibrate", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = parse(Calibrate, prog="python -m wedlm_jax.calibrate", description=__doc__)
     calibrate(args, Console())
 
 

@@ -27,7 +27,6 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
@@ -290,7 +289,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 
 @entry
 def main() -> None:
-    args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")
     if args.exp is not None and args.model is None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import re
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,8 @@ import tyro
 from wedlm_jax.errors import UserError
 
 Flags = TypeVar("Flags")
+
+MAY_BE_NONE = ("--entropy-threshold", "--stop-ids", "--mask-token-id")  # and not by default: none has to be given
 
 # The field `adapter` of a command that loads a model.
 AdapterFlag = Annotated[
@@ -43,6 +46,7 @@ def parse(
     Raises:
       UserError: a flag is unknown, missing or of the wrong type.
     """
+    args = spell_none(sys.argv[1:] if args is None else args)
     if description is not None:
         description = _EXAMPLE.sub("$ ", description)  # tyro joins lines that begin with a letter
     shown = io.StringIO()
@@ -101,3 +105,20 @@ def _one_line(box: str) -> str:
             break
         said += words
     return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(said)).rstrip(".:")  # the class of the flags says nothing
+
+
+def spell_none(arguments: Sequence[str]) -> list[str]:
+    """`none` in any case as the value of a flag that may have none, spelled as tyro wants it: None. Flags come with hyphens or
+    underscores, and their value behind a space or an equals sign."""
+    spelled = list(arguments)
+    for i, argument in enumerate(spelled):
+        flag, equals, value = argument.partition("=")
+        if _may_be_none(flag) and equals and value.lower() == "none":
+            spelled[i] = f"{flag}=None"
+        elif i and _may_be_none(spelled[i - 1]) and argument.lower() == "none":
+            spelled[i] = "None"
+    return spelled
+
+
+def _may_be_none(flag: str) -> bool:
+    return flag.replace("_", "-") in MAY_BE_NONE

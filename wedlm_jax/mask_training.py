@@ -72,8 +72,8 @@ def mask_gradients(
 
 
 def taught(streams: DualStreamBatch) -> DualStreamBatch:
-    """The batch with those masks and learned tokens alone that the base says something of: nothing is before the first token of
-    a document. It is for counting; a mask there is a row of the model like any other."""
+    """The batch without the masks and learned tokens that begin a document, of which the base predicts nothing. For counting
+    only: in the model such a mask is a row like any other."""
     said = streams.positions > 0
     return dataclasses.replace(
         streams, masked=streams.masked & said, learned=streams.learned & said[:, : streams.learned.shape[1]]

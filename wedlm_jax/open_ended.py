@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,7 +22,6 @@ from rich.table import Table
 from wedlm_jax import pretrained
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError, entry, writing
@@ -190,9 +188,7 @@ def levels_table(found: OpenEnded) -> Table:
 
 @entry
 def main() -> None:
-    args = each_once(
-        parse(OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__, args=spell_none(sys.argv[1:]))
-    )
+    args = each_once(parse(OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__))
     require_positive(args, "characters", "limit", "batch_size")
     refuse_beside(args.decode, DecodeConfig(), {"entropy_threshold": "--thresholds"})
     if args.decode.decoder != DecodeConfig.decoder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +17,6 @@ from rich.progress import Progress
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.errors import UserError, entry, writing
 from wedlm_jax.evals.show import device, points_table
 from wedlm_jax.evals.sweep import Row, Setting
@@ -139,9 +137,7 @@ def _failures(points: list[Point], accuracy: float, whose: str) -> str:
 
 @entry
 def main() -> None:
-    args = each_once(
-        parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__, args=spell_none(sys.argv[1:]))
-    )
+    args = each_once(parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__))
     require_positive(args, "windows", "limit", "batch_size")
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
     refuse_beside(args.decode, DecodeConfig(), gridded)

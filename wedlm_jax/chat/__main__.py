@@ -24,7 +24,6 @@ from wedlm_jax import pretrained
 from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import bucket
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
@@ -143,7 +142,7 @@ def note(console: Console, line: str) -> None:
 
 @entry
 def main() -> None:
-    args = parse(Chat, prog="python -m wedlm_jax.chat", description=__doc__, args=spell_none(sys.argv[1:]))
+    args = parse(Chat, prog="python -m wedlm_jax.chat", description=__doc__)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a line that is not UTF-8 is no reason to end
     chat(args, Console())

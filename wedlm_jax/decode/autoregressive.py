@@ -1,4 +1,4 @@
-"""Autoregressive decoding over the same model, cache and state: one token fed, one token emitted."""
+"""Autoregressive decoding (Eq. 1) over the same model, cache and state: one token fed, one token emitted."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ class Calibration:
 
 
 def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
-    """Lines that say that the first of these settings, as they were given, for which this is so takes tau and lambda from the
-    model's calibration, and with which others the disagreement may be another one; none where none does."""
+    """Lines for the user: that calibrated tau and lambda are used (of the first of these settings, as given, that takes them),
+    and which other settings they were not measured with. None where no setting takes them."""
     found: Calibration | None = model.calibration
     used = [] if found is None else [applied for config in configs if (applied := found.apply(config)) != config]
     if found is None or not used:
@@ -74,8 +74,8 @@ def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[st
 
 
 def not_plain(config: DecodeConfig) -> str | None:
-    """The setting by which this is not streaming as it is calibrated: another one gives tau and lambda another meaning. None
-    if it is."""
+    """The name of the first setting that differs from plain streaming, the only mode that is calibrated: in others tau and lambda
+    mean something else. None if none does."""
     plain = DecodeConfig()
     settings = {"decoder": "decoder", "verify": "verify", "rule": "fill_rule", "refill": "refill", "reorder": "reorder"}
     return next((name for of, name in settings.items() if getattr(config, of) != getattr(plain, of)), None)

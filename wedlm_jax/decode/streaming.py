@@ -39,10 +39,10 @@ def streaming_step(
         most_read=C // 2 if refill == "eager" else C,  # W masks, never more
         score=entropy,
     )
-    state, kept = emit(state, settings, state.window, lead)
+    state, kept = emit(state, settings, state.window, lead)  # the commit
 
     masked = masks & state.running[:, None]
-    filling = select_by_entropy(
+    filling = select_by_entropy(  # Eq. 11
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
     )
     record = recorded(before, settings, fed, reading, filling, kept)

@@ -71,7 +71,7 @@ def window_forward(
     score: Score | None = None,
     feeds_masks: bool = True,
 ) -> tuple[DecodeState, Reading]:
-    """Runs the first `fed` [B] slots of every window: filled ones in physical order first, then the masks (Eq. 5 to 7).
+    """Runs the first `fed` [B] slots of every window: filled ones in physical order first, then the masks (Eq. 5, 6, 7).
 
     Filled slots are written to the very cache slots that they will own if they are committed; masks land behind them and
     are overwritten by the next step. A finished row's window is run and ignored.

@@ -81,7 +81,7 @@ def build_dual_stream(
 
 
 def next_token_targets(tokens: jax.Array, loss_mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """AR targets int [B, L] and where they count, bool [B, L]: never across documents, never onto a prompt token."""
+    """The targets of Eq. 1, int [B, L], and where they count, bool [B, L]: never across documents, never onto a prompt token."""
     chex.assert_equal_shape([tokens, loss_mask, segment_ids])
     chex.assert_type([tokens, loss_mask, segment_ids], [int, bool, int])
     following = jnp.roll(tokens, -1, axis=1)

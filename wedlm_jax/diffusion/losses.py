@@ -26,7 +26,7 @@ class LossWeights(NamedTuple):
 
 
 def loss_weights(batch: DualStreamBatch, *, normalization: Normalization, ar: bool = True) -> LossWeights:
-    """Eq. 10's weights 1 / gamma on masked rows, and uniform weights on rows with an AR label.
+    """The weights 1 / gamma of Eq. 3 and 10 on masked rows, and uniform weights on rows with an AR label.
 
     Args:
       batch: the global batch.

@@ -1,4 +1,4 @@
-"""Topological reordering (Eq. 5 to 7): observed tokens first, masks after them, each group in its old order.
+"""Topological reordering (Eq. 5, 6, 7): observed tokens first, masks after them, each group in its old order.
 
 Under an unmodified causal mask every mask then sees every observed token, while logical positions stay with their tokens.
 """

@@ -94,7 +94,7 @@ def forward_program(
     """Again and again a window behind a cache and the logits of all its slots, each fed what the one before says.
 
     Args:
-      masks: of the slots of a row, its last ones; an adapter of mask rows has a part in these alone, and without any in nothing.
+      masks: how many slots at the end of a row are masks. An adapter of mask rows runs on these alone; with 0 it does not run.
     """
     weights, forwards = Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
 

@@ -23,7 +23,6 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.flags import spell_none
 from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
@@ -262,7 +261,7 @@ def jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 @entry
 def main() -> None:
-    generate(parse(Generate, prog="python -m wedlm_jax.generate", description=__doc__, args=spell_none(sys.argv[1:])))
+    generate(parse(Generate, prog="python -m wedlm_jax.generate", description=__doc__))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,8 @@ def local_directory(path: str | Path) -> Path:
     return fetch_model(str(path))
 
 
-def read_params(
-    directory: Path,
-    config: ModelConfig,
-    place: Callable[[str, np.ndarray], jax.Array] = lambda _, x: jnp.asarray(x),
-    mesh: Mesh | None = None,
-) -> dict[str, jax.Array]:
-    """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then `place` has it."""
+def read_params(directory: Path, config: ModelConfig, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then on the device."""
     tensors = StoredTensors(directory)
     _require_match(tensors, config)
     if config.tie_word_embeddings and HEAD.hf in tensors.shapes:
@@ -94,7 +88,7 @@ def read_params(
         stacked = np.empty((len(names), *row.our_shape(config)), dtype)
         for part, name in zip(stacked, names, strict=True):
             part[...] = row.from_hf(tensors.read(name), config)
-        params[row.ours] = place(row.ours, stacked if row.stacked else stacked[0])
+        params[row.ours] = jnp.asarray(stacked if row.stacked else stacked[0])
     return params
 
 

@@ -1,4 +1,4 @@
-"""Model: the plain handle that `wedlm_jax.load` returns. It holds a transformer and what belongs to it, and no logic."""
+"""Model: the plain handle that `wedlm_jax.load` returns. It holds a transformer and what belongs to it."""
 
 from __future__ import annotations
 
