@@ -62,8 +62,8 @@ class Documents:
             if now != before:
                 raise UserError(
                     f"{part.path or part.source} had {before:,} records when the checkpoint was saved and has {now:,} now, which "
-                    "changes the order of all; put it back as it was, or start again in another --workdir, with the one of this "
-                    "run as init_from"
+                    "changes the order of all; put it back as it was, or start again in another --workdir with "
+                    "init_from=WORKDIR, the one of this run"
                 )
 
     def __getstate__(self) -> dict[str, Any]:
