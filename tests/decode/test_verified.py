@@ -121,7 +121,7 @@ def test_decoders_without_an_autoregressive_chain_report_none():
     assert generate(tiny_model(), [PROMPT] * 3, config_of("ar"))[0].acceptance is None
 
 
-def test_lookup_drafts_what_followed_the_longest_match_with_the_longest_and_latest_continuation():
+def test_lookup_drafts_what_followed_the_longest_and_latest_match():
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 20, size=200)
     histories = rng.integers(0, 3, size=(200, 20))
@@ -131,6 +131,15 @@ def test_lookup_drafts_what_followed_the_longest_match_with_the_longest_and_late
     for history, length, row, n in zip(histories.tolist(), lengths, np.asarray(drafts), np.asarray(count), strict=True):
         assert row[:n].tolist() == continuation(history[:length], 5)
     assert {0, 1, 5} <= set(np.asarray(count).tolist())
+
+
+def test_lookup_fills_its_window_with_text_that_repeats_itself():
+    model = reciting_model([5] * 24, vocab_size=11, mask_token_id=MASK)
+    completion = generate(model, [[5]], config_of("lookup", max_new_tokens=24))[0]
+    assert completion.ids == [5] * 24
+    assert (
+        completion.stats.forwards <= 9
+    )  # windows of 4, once three tokens are matched; with one draft each it would be 13
 
 
 def test_lookup_needs_no_mask_id_and_copies_in_few_forwards():

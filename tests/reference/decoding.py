@@ -250,10 +250,12 @@ def lookup(row: Row) -> None:
 
 def continuation(history: list[int], most: int) -> list[int]:
     for n in (3, 2, 1):
-        ends = range(len(history) - 1, n - 1, -1)
-        found = [history[end : end + most] for end in ends if history[end - n : end] == history[-n:]]
-        if found:
-            return max(found, key=len)  # the first of the longest: the latest
+        for end in range(len(history) - 1, n - 1, -1):
+            if history[end - n : end] == history[-n:]:
+                text = list(history)
+                while len(text) < end + most and n == 3:  # it goes on as what it repeats
+                    text.append(text[end + len(text) - len(history)])
+                return text[end : end + most]
     return []
 
 

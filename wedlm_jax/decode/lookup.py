@@ -46,8 +46,8 @@ def draft(state: DecodeState, pending: jax.Array, settings: RowSettings) -> Deco
 
 
 def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int) -> tuple[jax.Array, jax.Array]:
-    """What followed the last tokens of a history where they came before: the longest match of 3, 2 or 1 tokens, of these one
-    that is followed by the most of what is wanted, of these the latest.
+    """What followed the last tokens of a history where they came before: the longest match of 3, 2 or 1 tokens, of these
+    the latest. Behind one of 3 that reaches the end of the history the drafts follow themselves: such text repeats itself.
 
     Args:
       history: int32 [B, S], tokens by position; `length` int32 [B] of them count, at least 1.
@@ -65,13 +65,13 @@ def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots
         token = jnp.take_along_axis(history, jnp.maximum(length - back, 0)[:, None], axis=1)
         still = still & (ends >= back) & (jnp.roll(history, back, axis=1) == token)
         matched = matched + still
-    # Where text repeats itself the latest match ends just before the last token, and is followed by next to nothing.
-    follow = jnp.clip(length[:, None] - ends, 0, jnp.minimum(most, slots)[:, None])
-    best = jnp.argmax(jnp.where(matched > 0, (matched * (slots + 1) + follow) * S + ends, 0), axis=1)
-    found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0] > 0
-    source = best[:, None] + jnp.arange(slots)[None, :]
+    best = jnp.argmax(matched * S + ends * (matched > 0), axis=1)
+    found = jnp.take_along_axis(matched, best[:, None], axis=1)[:, 0]
+    followed_by = jnp.maximum(length - best, 1)  # tokens of the history
+    source = best[:, None] + jnp.arange(slots)[None, :] % followed_by[:, None]
     drafts = jnp.take_along_axis(history, jnp.minimum(source, S - 1), axis=1)
-    return drafts, jnp.where(found, jnp.minimum(most, length - best), 0)
+    ends_at = jnp.where(found == LONGEST_NGRAM, most, jnp.minimum(most, followed_by))
+    return drafts, jnp.where(found > 0, ends_at, 0)
 
 
 def _history(state: DecodeState) -> tuple[jax.Array, jax.Array]:
