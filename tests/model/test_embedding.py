@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.model.embedding import Embedding
 from wedlm_jax.model.layers import Linear
+from wedlm_jax.program_costs import collectives
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, on_mesh
 
 from .tiny import TINY
 
@@ -44,6 +47,38 @@ def test_the_gradient_is_that_of_a_plain_look_up_however_many_are_masks(share):
     expected = np.zeros((TINY.vocab_size, TINY.hidden_size))
     np.add.at(expected, np.asarray(ids), np.asarray(weights))
     np.testing.assert_allclose(gradient(TINY, ids, jnp.asarray(masked), weights), expected, atol=1e-5)
+
+
+def test_a_token_that_is_called_masked_and_is_none_teaches_its_own_row():
+    found = gradient(TINY, jnp.array([[MASK, 9, MASK, 11]]), jnp.array([[True, True, True, False]]))
+    assert (found[MASK] == 2).all() and (found[9] == 1).all() and (found[11] == 1).all()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_on_a_mesh_the_gradient_is_that_of_one_device_and_its_sum_is_whole_nowhere(sizes):
+    """In float32 a whole one is twice the table of bfloat16: what each device adds up alone is scattered as it is summed."""
+    mesh, (V, D) = make_mesh(MeshConfig(*sizes)), (TINY.vocab_size, TINY.hidden_size)
+    tokens = jax.random.randint(jax.random.key(0), (8, 6), 0, V)
+    masked = tokens % 3 == 0
+    ids = jnp.where(masked, MASK, tokens)
+    graph, state = nnx.split(Embedding(IN_BFLOAT16, V, "vocab", rngs=nnx.Rngs(0)))
+
+    def loss(state, ids, masked):
+        with on_mesh(mesh):
+            return jnp.sum(nnx.merge(graph, state)(ids, masked).astype(jnp.float32))
+
+    table, rows = NamedSharding(mesh, PartitionSpec("tensor", "fsdp")), batch_sharding(mesh)
+    compiled = (
+        jax.jit(jax.grad(loss), in_shardings=(table, rows, rows), out_shardings=table)
+        .lower(state, ids, masked)
+        .compile()
+    )
+    found = collectives(compiled.as_text())
+    assert "reduce-scatter" in {one.kind for one in found}
+    assert all(one.shape != (V // sizes[2], D) for one in found if one.kind == "all-reduce")
+    gradients = compiled(*jax.device_put((state, ids, masked), (table, rows, rows)))["embedding"][...]
+    np.testing.assert_allclose(gradients, gradient(IN_BFLOAT16, ids, masked), atol=1e-6)
 
 
 def test_an_id_past_the_table_reads_and_teaches_its_last_row():

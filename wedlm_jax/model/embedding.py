@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.sharding import constrain
+from wedlm_jax.sharding import axes_over, constrain, mesh_in_force
 
 EMBEDDING_STDDEV = 0.02
 
@@ -27,7 +29,7 @@ class Embedding(nnx.Module):
         """[B, L, D] of ids [B, L]; an id past the table reads its last row.
 
         Args:
-          masked: bool [B, L], where all ids are the same. Nothing but the cost of the gradient depends on it.
+          masked: bool [B, L], where the ids are the mask's. Nothing but the cost of the gradient depends on it.
         """
         table = self.embedding[...]
         return _rows(table, jnp.minimum(ids, len(table) - 1), masked, self.dtype, self.axis)
@@ -45,18 +47,42 @@ def _rows_forward(table, ids, masked, dtype, axis):
 
 
 def _rows_backward(dtype, axis, kept, d_BLD):
-    """Sums in float32 whatever the compute dtype is: of a row that thousands of tokens read, bfloat16 would lose most of them."""
+    """Each device sums its own rows of the batch into a whole [V, D], and all add up their own columns of these: so the sum of
+    all devices is never whole on one, and none has more tokens to add than it has itself."""
     table, ids, masked = kept
-    d_BLD, nowhere = d_BLD.astype(jnp.float32), len(table)
-    d_table = jnp.zeros(table.shape, jnp.float32)
+    (B, _, D), V = d_BLD.shape, len(table)
+    over, vocab, width = axes_over("batch", B), axes_over(axis, V), axes_over("embed", D)
+    width = width if set(width) <= set(over) else ()
+    mesh = mesh_in_force()
+
+    def sum_held(d_BLD: jax.Array, ids: jax.Array, masked: jax.Array | None) -> jax.Array:
+        if vocab:
+            ids = ids - jax.lax.axis_index(vocab) * held
+        d_table = _sum_by_id(d_BLD, ids, masked, held)
+        if width:
+            d_table = jax.lax.psum_scatter(d_table, width, scatter_dimension=1, tiled=True)
+        others = tuple(name for name in over if name not in width)
+        return jax.lax.psum(d_table, others) if others else d_table
+
+    held = V if mesh is None else V // math.prod(mesh.shape[name] for name in vocab)
+    if mesh is not None:
+        rows, cut = PartitionSpec(over), PartitionSpec(vocab, width)
+        sum_held = jax.shard_map(sum_held, mesh=mesh, in_specs=(rows, rows, rows), out_specs=cut, check_vma=False)
+    return constrain(sum_held(d_BLD, ids, masked), axis, "embed").astype(table.dtype), None, None
+
+
+def _sum_by_id(d_BLD: jax.Array, ids: jax.Array, masked: jax.Array | None, rows: int) -> jax.Array:
+    """[rows, D], in float32 whatever the compute dtype is: of a row that thousands of tokens read, bfloat16 would lose most.
+    Ids outside the rows add nothing."""
+    ids = jnp.where((ids >= 0) & (ids < rows), ids, rows)
+    d_BLD, d_table = d_BLD.astype(jnp.float32), jnp.zeros((rows, d_BLD.shape[-1]), jnp.float32)
     if masked is not None:
         # Up to half of all tokens are the mask. A GPU adds to one row one token at a time, so these are summed before.
-        mask_id = jnp.min(jnp.where(masked, ids, nowhere))
-        d_mask = jnp.sum(d_BLD, axis=(0, 1), where=masked[..., None])
-        d_table = d_table.at[mask_id].add(d_mask, mode="drop")
-        ids = jnp.where(masked, nowhere, ids)
-    d_table = d_table.at[ids].add(d_BLD, mode="drop")
-    return constrain(d_table, axis, None).astype(table.dtype), None, None
+        mask_id = jnp.min(jnp.where(masked, ids, rows))
+        masked &= ids == mask_id
+        d_table = d_table.at[mask_id].add(jnp.sum(d_BLD, axis=(0, 1), where=masked[..., None]), mode="drop")
+        ids = jnp.where(masked, rows, ids)
+    return d_table.at[ids].add(d_BLD, mode="drop")
 
 
 _rows.defvjp(_rows_forward, _rows_backward)
