@@ -1,4 +1,4 @@
-"""Every training command that the scripts, the experiments and the README document gets past what is checked before any work."""
+"""Every training command in the scripts, the experiments, the README and docs/ gets past what is checked before any work."""
 
 import ast
 import dataclasses
@@ -25,7 +25,8 @@ def documented() -> list:
     texts = {path: path.read_text().replace("\n#     ", " ") for path in (ROOT / "launch").glob("*.sh")}
     for path in (ROOT / "experiments").glob("*.py"):
         texts[path] = ast.get_docstring(ast.parse(path.read_text()))
-    texts[ROOT / "README.md"] = (ROOT / "README.md").read_text()
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        texts[path] = path.read_text()
     for path, text in sorted(texts.items()):
         for script, name, rest in TRAINS.findall(re.sub(r"\\\s+", "", text)):
             words = rest.partition("#")[0].split()
@@ -84,6 +85,15 @@ def test_the_slurm_example_runs_on_the_numbers_of_nodes_that_it_names(nodes):
 
 def test_commands_are_found_in_every_place():
     ids = [param.id for param in documented()]
-    for place in ("tpu_vm.sh", "gke.sh", "slurm.sh", "gpu.sh", "qwen25_7b_cpt.py", "qwen3_8b_sft.py", "README.md"):
+    for place in (
+        "tpu_vm.sh",
+        "gke.sh",
+        "slurm.sh",
+        "gpu.sh",
+        "qwen25_7b_cpt.py",
+        "qwen3_8b_sft.py",
+        "README.md",
+        "adapter.md",
+    ):
         assert any(place in one for one in ids), place
     assert any("data.mixture= data.path=/mnt/bucket/corpus" in one for one in ids)

@@ -1,4 +1,4 @@
-"""Every recipe of the README runs as it stands there, with a tiny model and a few steps."""
+"""Every recipe of the README, and the examples in Python, run as they stand there, with a tiny model and a few steps."""
 
 import io
 import json
@@ -12,9 +12,9 @@ import pytest
 
 from tests.test_notebooks import chat_model  # noqa: F401  a fixture
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 RECIPES = README.partition("\n## Recipes\n")[2].partition("\n## ")[0]
-SERVING = README.partition("\n## Serve batches\n")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"```bash\n(.*?)```", RECIPES, flags=re.DOTALL)
 TINY = {
     "wedlm_jax.train": ("train.steps=2", "train.batch_size=8", "train.eval_every=0", "data.row_length=128"),
@@ -52,8 +52,20 @@ def test_a_recipe_runs(block, chat_model, tmp_path, monkeypatch):  # noqa: F811
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def test_the_example_of_the_engine_runs(chat_model, capsys):  # noqa: F811
-    (example,) = re.findall(r"```python\n(.*?)```", SERVING, flags=re.DOTALL)
+def run_the_example(page: str, model: str) -> dict:
+    """The names that the only example in Python of a page leaves behind, of another model than the quickstart's."""
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     names: dict = {}
-    exec(example.replace("runs/quickstart", chat_model), names)
+    exec(example.replace("runs/quickstart", model), names)
+    return names
+
+
+def test_the_example_of_generate_runs(chat_model, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    names = run_the_example("README.md", chat_model)
+    assert names["completion"].ids and (tmp_path / "export" / "model.safetensors").is_file()
+
+
+def test_the_example_of_the_engine_runs(chat_model, capsys):  # noqa: F811
+    names = run_the_example("docs/decoding.md", chat_model)
     assert names["exact"].completion.text in capsys.readouterr().out and names["paper"].done

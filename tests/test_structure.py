@@ -186,21 +186,29 @@ def test_nothing_is_left_for_later():
     assert [str(file) for file in files if mark.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_the_readme_links_to_what_exists():
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    links = re.findall(r"\[(`?)([^\]`]*)`?\]\((?!https?:)([^)]+)\)", readme)
-    assert links
-    headings = {
-        "#" + "-".join(re.findall(r"\w+", line.lower())) for line in readme.splitlines() if line.startswith("#")
-    }
-    for code, name, target in links:
-        if target.startswith("#"):
-            assert target in headings, f"README.md links to {target}"
-            continue
-        file = REPOSITORY / target
-        assert file.is_file(), f"README.md links to {target}"
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "launch" / "README.md"]
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = (line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return {"-".join(re.findall(r"\w+", heading.lower())) for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_a_page_links_to_what_exists(page):
+    """`[`name`](file.py)` to what defines the name, `[words](page.md#heading)` to a heading of it."""
+    for code, name, target in re.findall(
+        r"\[(`?)([^\]`]*)`?\]\((?!https?:)([^)]+)\)", page.read_text(encoding="utf-8")
+    ):
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in _anchors(file), f"{page.name} links to {target}"
         if code:
             defined = rf"^\s*(def|class) {name}\b"
-            assert re.search(defined, file.read_text(encoding="utf-8"), re.MULTILINE), (
-                f"README.md: {target} has no {name}"
-            )
+            assert re.search(defined, file.read_text(encoding="utf-8"), re.MULTILINE), f"{target} has no {name}"
+
+
+def test_the_readme_leads_to_every_page():
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in readme] == []
