@@ -8,12 +8,13 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.sharding import axes_over, constrain, mesh_in_force
 
 EMBEDDING_STDDEV = 0.02
+COLUMN_TILES = 4  # in which devices add up a gradient
 
 
 class Embedding(nnx.Module):
@@ -47,28 +48,41 @@ def _rows_forward(table, ids, masked, dtype, axis):
 
 
 def _rows_backward(dtype, axis, kept, d_BLD):
-    """Each device sums its own rows of the batch into a whole [V, D], and all add up their own columns of these: so the sum of
-    all devices is never whole on one, and none has more tokens to add than it has itself."""
+    """Each device sums its own rows of the batch, and all add these up: a few columns of every device at a time, since a whole
+    [V, D] in float32, of a device's own sum and of that of all, is more than the rest of a large model's step."""
     table, ids, masked = kept
     (B, _, D), V = d_BLD.shape, len(table)
     over, vocab, width = axes_over("batch", B), axes_over(axis, V), axes_over("embed", D)
     width = width if set(width) <= set(over) else ()
     mesh = mesh_in_force()
+    rows, parts = (V, 1) if mesh is None else (V // _devices(mesh, vocab), _devices(mesh, width))
 
     def sum_held(d_BLD: jax.Array, ids: jax.Array, masked: jax.Array | None) -> jax.Array:
         if vocab:
-            ids = ids - jax.lax.axis_index(vocab) * held
-        d_table = _sum_by_id(d_BLD, ids, masked, held)
-        if width:
-            d_table = jax.lax.psum_scatter(d_table, width, scatter_dimension=1, tiled=True)
+            ids = ids - jax.lax.axis_index(vocab) * rows
         others = tuple(name for name in over if name not in width)
-        return jax.lax.psum(d_table, others) if others else d_table
 
-    held = V if mesh is None else V // math.prod(mesh.shape[name] for name in vocab)
+        def sum_columns(d_BLC: jax.Array) -> jax.Array:
+            d_table = _sum_by_id(d_BLC, ids, masked, rows)
+            if width:
+                d_table = jax.lax.psum_scatter(d_table, width, scatter_dimension=1, tiled=True)
+            return jax.lax.psum(d_table, others) if others else d_table
+
+        if not width:
+            return sum_columns(d_BLD)
+        tiles = math.gcd(D // parts, COLUMN_TILES)
+        by_tile = d_BLD.reshape(*d_BLD.shape[:2], parts, tiles, -1)
+        by_tile = jnp.moveaxis(by_tile, 3, 0).reshape(tiles, *d_BLD.shape[:2], -1)
+        return jnp.moveaxis(jax.lax.map(sum_columns, by_tile), 0, 1).reshape(rows, -1)
+
     if mesh is not None:
-        rows, cut = PartitionSpec(over), PartitionSpec(vocab, width)
-        sum_held = jax.shard_map(sum_held, mesh=mesh, in_specs=(rows, rows, rows), out_specs=cut, check_vma=False)
+        of_rows, cut = PartitionSpec(over), PartitionSpec(vocab, width)
+        sum_held = jax.shard_map(sum_held, mesh=mesh, in_specs=(of_rows,) * 3, out_specs=cut, check_vma=False)
     return constrain(sum_held(d_BLD, ids, masked), axis, "embed").astype(table.dtype), None, None
+
+
+def _devices(mesh: AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 def _sum_by_id(d_BLD: jax.Array, ids: jax.Array, masked: jax.Array | None, rows: int) -> jax.Array:
