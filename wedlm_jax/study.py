@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ from wedlm_jax.preemption import EXIT_STATUS
 from wedlm_jax.results import replacing, write_json
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the last three are a terminal's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,34 +197,42 @@ def _training(stage: Stage, folder: Path, before: Path | None, seed: int) -> Ite
 
 
 def _child_process(arguments: list[str]) -> None:
-    """Runs one command. This process outlives it, so that a training which is told to end can save first: SIGTERM is passed on
-    to it, and Ctrl-C comes to it from the terminal. The study then ends too, with the status of the command."""
+    """Runs one command, in a process group of its own: what tells the study to end comes to it from this process alone, and so
+    once, also where all of the study's group is told (Ctrl-C, `timeout`). This process outlives it, so that a training can save
+    first; the study then ends too, with the status of the command."""
     print("$ python -m", *arguments, flush=True)
     told: list[int] = []
     child: subprocess.Popen[bytes] | None = None
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
-        if number == signal.SIGTERM and child is not None:
-            child.terminate()
+        if child is not None:
+            child.send_signal(number)
 
     with _handling(note):
-        child = subprocess.Popen([sys.executable, "-m", *arguments])
-        if signal.SIGTERM in told:  # while it was being started
-            child.terminate()
-        code = child.wait()
+        # Without the terminal's input: a group in the background that reads it is stopped.
+        command = [sys.executable, "-m", *arguments]
+        child = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL)
+        for number in tuple(told):  # while it was being started
+            child.send_signal(number)
+        # Not `wait`: a signal that the system gives to another thread would be noted when that returns.
+        while (code := child.poll()) is None:
+            time.sleep(0.1)
     if code == EXIT_STATUS or (told and code == 0):
         sys.exit(EXIT_STATUS)
-    if told and code in (-told[0], 128 + told[0]):
-        sys.exit(128 + told[0])  # as shells have it
+    for number in told:
+        if code in (-number, 128 + number):
+            sys.exit(128 + number)  # as shells have it
     if code:
         raise UserError(f"python -m {' '.join(arguments)} ended with {code}; mend what it says and run the study again")
 
 
 @contextlib.contextmanager
 def _handling(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """SIGTERM and Ctrl-C go to `note`; in another thread than the main one signals are left alone."""
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    """What tells the study to end goes to `note`, but for what it ignores (`nohup`); in another thread than the main one signals
+    are left alone."""
+    main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in _ENDING if main and signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield
