@@ -52,6 +52,10 @@ CONFIG = {
     "a file that is no Python": Case(TRAIN, "tiny.py:4: invalid syntax", lambda: edit("tiny.py", "tiny()", "tiny(")),
     "an unknown flag": Case(f"{TRAIN} --stpes 3", "Unrecognized options: --stpes"),
     "a bucket as workdir": Case("train --exp tiny.py --workdir gs://a/b", "--workdir gs:/a/b: no folder; mount the bucket"),
+    "a step as workdir": Case(
+        "train --exp tiny.py --workdir stopped@best",
+        "--workdir stopped@best: names a checkpoint of stopped wherever a model is read; choose a name without @best",
+    ),
     "a model of another size": Case(
         f"{TRAIN} init_from=exported model.num_layers=3", r"is another model than model \(num_layers: 2 -> 3\); set model to None"
     ),

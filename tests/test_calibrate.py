@@ -8,8 +8,13 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
+from wedlm_jax.checkpoint import Checkpoints, ModelFile
+from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.decode.calibration import Calibration, read_calibration, write_calibration
 from wedlm_jax.model.handle import CALIBRATION_FILE
+from wedlm_jax.model.parameters import init_params
+from wedlm_jax.optimizer import OptimizerConfig
+from wedlm_jax.train_state import new_state
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -96,6 +101,22 @@ def test_a_calibration_of_other_weights_is_named_and_not_used(folder):
     ) as noticed:
         assert load(folder / "other").calibration is None
     assert len(noticed) == 1 and "python -m wedlm_jax.calibrate" in str(noticed[0].message)
+
+
+def test_a_step_of_a_workdir_is_calibrated_in_the_workdir_and_named(call, tmp_path, capsys, monkeypatch):
+    model, found = tiny_model(), measured(0.4, 0.0, 0.0, 3.0)
+    save_tokenizer(model.tokenizer, tmp_path / "run" / "tokenizer")
+    ModelFile(model.config, model.mask_token_id, model.eos_token_ids).write(tmp_path / "run")
+    with Checkpoints(tmp_path / "run", keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(new_state(init_params(model.config, step), OptimizerConfig()), step, {}, {})
+    monkeypatch.setattr(calibrate, "measure", lambda *_: [found])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    call("--model=~/run@1")
+    assert f"{tmp_path / 'run' / CALIBRATION_FILE}, for ~/run@1: tau 0.4, " in capsys.readouterr().out
+    assert load(tmp_path / "run@1").calibration == found
+    with pytest.warns(UserWarning, match="measured on other weights than these .*another step"):
+        assert load(tmp_path / "run").calibration is None
 
 
 def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_stored(call, folder, capsys):

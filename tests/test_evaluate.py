@@ -20,7 +20,7 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import Setting, settings_of
 from wedlm_jax.evals.tasks import Task, wilson_interval
 from wedlm_jax.experiment import load_experiment
-from wedlm_jax.pretrained import save
+from wedlm_jax.pretrained import load, save
 from wedlm_jax.train import train
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
@@ -39,7 +39,7 @@ SHAPE = ModelConfig(
 def base():
     return Experiment(
         "base", SHAPE, data=DataConfig(row_length=128, num_problems=100), objective=ObjectiveConfig(block_size=8, ar_steps=2),
-        train=TrainConfig(steps=2, batch_size=8),
+        train=TrainConfig(steps=2, batch_size=8, checkpoint_every=1),
     )
 
 
@@ -136,6 +136,16 @@ def test_base_and_adapted_rows_come_from_their_own_weights(file):
     base, adapted = (plan.models[name].transformer.embed.embedding[...] for name in ("base", "adapted"))
     assert (base != adapted).any()
     assert all(m.config.dtype == "float32" and m.config.matmul_precision == "highest" for m in plan.models.values())
+
+
+def test_another_step_of_an_experiment_is_evaluated_by_name(file):
+    """Its results go where those of the newest step go, and say which they are."""
+    workdir = file.parent / "adapted"
+    step = command.plan_experiment(command.Evaluate(workdir=file.parent / "adapted@1"), f"{file}:adapted")
+    newest = command.plan_experiment(command.Evaluate(workdir=workdir), f"{file}:adapted")
+    first, last = (plan.models["adapted"].transformer.embed.embedding[...] for plan in (step, newest))
+    assert (first != last).any() and (first == load(f"{workdir}@1").transformer.embed.embedding[...]).all()
+    assert (step.title, newest.title) == ("adapted@1", "adapted") and step.out == newest.out == workdir / "evaluation"
 
 
 def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file, call, tmp_path):

@@ -65,8 +65,9 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
             f"at tau {best.entropy_threshold:g}, lambda {best.distance_penalty:g}: raise --max-disagreement, or use "
             "--decoder verified, which never disagrees"
         )
-    file = write_calibration(Path(args.adapter or args.model), chosen, model)
-    console.print(f"{file}: {chosen.in_words()}", highlight=False, soft_wrap=True)
+    named = args.adapter or args.model
+    file = write_calibration(_folder(named), chosen, model)
+    console.print(f"{file}, for {named}: {chosen.in_words()}", highlight=False, soft_wrap=True)
     return chosen
 
 
@@ -128,8 +129,13 @@ def _check_flags(args: Calibrate) -> None:
             f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"
         )
     flag, path = ("model", args.model) if args.adapter is None else ("adapter", args.adapter)
-    if not Path(path).is_dir():
+    if not _folder(path).is_dir():
         raise UserError(f"--{flag} {path}: is no local directory, so nothing can be stored there")
+
+
+def _folder(named: str) -> Path:
+    """Where decoding.json goes: one for a workdir, whose steps are told apart by the fingerprint in it."""
+    return Path(pretrained.split_step(named)[0])
 
 
 @entry

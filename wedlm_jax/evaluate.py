@@ -53,7 +53,7 @@ class Evaluate:
     exp: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.py[:function]")] = None
     """Evaluate the trained model of an experiment, as its `evaluation` section says."""
     workdir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the experiment was trained; runs/NAME if not given."""
+    """Where the experiment was trained, its newest step (DIR@500 and DIR@best name another); runs/NAME if not given."""
     model: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Or evaluate any model: HF directory, hub id, or workdir (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
@@ -87,7 +87,9 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if args.adapter is not None:
         raise UserError("--adapter goes with --model DIR; an experiment has its own")
     named = load_experiment(name)
-    workdir = args.workdir or named.workdir
+    asked = args.workdir or named.workdir
+    folder, step = pretrained.split_step(asked)
+    workdir = Path(folder)
     if not pretrained.is_workdir(workdir):
         at = "" if args.workdir is None else f" --workdir {workdir}"
         raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {name}{at}")
@@ -96,14 +98,15 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     chosen = config.tasks if args.task is None else (args.task,)
     tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
     problems = [(t, draw(t, limit, config.seed)) for t, limit in tasks]
-    models = {ADAPTED: load_exact(str(workdir))}
+    models = {ADAPTED: load_exact(str(asked))}
     if config.text_prompts and args.task is None:
         text = continuation(experiment, models[ADAPTED])
         problems.append((text, draw(text, args.limit or config.text_prompts, config.seed)))
     if experiment.init_from is not None:
         models[BASE] = load_exact(experiment.init_from)
     settings = settings_of(config, with_base=BASE in models)
-    return Plan(experiment.name, models, settings, problems, config, experiment, args.out or workdir / "evaluation")
+    title = experiment.name if step is None else f"{experiment.name}@{step}"
+    return Plan(title, models, settings, problems, config, experiment, args.out or workdir / "evaluation")
 
 
 def plan_model(args: Evaluate, path: str) -> Plan:

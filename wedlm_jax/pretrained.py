@@ -174,7 +174,7 @@ def _calibration(directory: Path, model: Model) -> Calibration | None:
         return calibration
     warnings.warn(
         f"{directory / CALIBRATION_FILE} was measured on other weights than these "
-        "(trained on since, or replaced), so it is not used; "
+        "(another step, trained on since, or replaced), so it is not used; "
         "measure again with python -m wedlm_jax.calibrate",
         stacklevel=3,
     )

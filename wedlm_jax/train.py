@@ -25,7 +25,7 @@ from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination
-from wedlm_jax.pretrained import base_params
+from wedlm_jax.pretrained import base_params, split_step
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
 from wedlm_jax.study import run_study
@@ -67,12 +67,11 @@ def main() -> None:
             print(f"{name:24} {summary}")
     elif flags.exp is None:
         raise UserError("name an experiment: --exp NAME (--list shows them) or --exp FILE.py")
-    elif flags.workdir is not None and re.match(r"\w\w+:/", str(flags.workdir)):
-        raise UserError(f"--workdir {flags.workdir}: no folder; mount the bucket (gcsfuse) and name a folder in it")
     else:
+        workdir = None if flags.workdir is None else checked_workdir(flags.workdir)
         experiment = load_named(flags.exp, flags.overrides)
         if isinstance(experiment, Study):
-            run_study(experiment, flags.workdir or experiment.workdir)
+            run_study(experiment, workdir or experiment.workdir)
             return
         if flags.print_config:
             print(experiment.to_json(), end="")
@@ -83,9 +82,25 @@ def main() -> None:
                 print(line)
             return
         with together():
-            finished = train(experiment, flags.workdir or experiment.workdir)
+            finished = train(experiment, workdir or experiment.workdir)
         if not finished:
             sys.exit(EXIT_STATUS)
+
+
+def checked_workdir(named: Path) -> Path:
+    """What `--workdir` names, with `~` written out.
+
+    Raises:
+      UserError: it is no folder, or it names a step of another workdir.
+    """
+    if re.match(r"\w\w+:/", str(named)):
+        raise UserError(f"--workdir {named}: no folder; mount the bucket (gcsfuse) and name a folder in it")
+    folder, step = split_step(named)
+    if step is not None:
+        raise UserError(
+            f"--workdir {named}: names a checkpoint of {folder} wherever a model is read; choose a name without @{step}"
+        )
+    return Path(folder)
 
 
 def train(experiment: Experiment, workdir: Path) -> bool:
