@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 
 import pytest
 from rich.console import Console
@@ -170,6 +171,22 @@ def test_chats_are_continued_behind_their_held_out_prompts_and_their_rows_measur
     assert len(set(prompts)) == 2 and all(re.search(r"user\nSay \d+<\|im_end\|>\n.*assistant\n$", p) for p in prompts)
     assert results["masked_loss"] > 0  # in batches of 8, though training's 16 rows are of 16 groups
     assert "bits_per_byte" not in results and "bits per byte: left out, data.source=chat has no files of code" in shown
+
+
+def test_a_bad_held_out_record_is_left_out_once_training_was_told_so(file, refused, tmp_path):
+    """Also where that is finished: it reads none of these, and may never have met one."""
+    workdir, data, saved = tmp_path / "chats", tmp_path / "chat.jsonl", tmp_path / "chats" / "experiment.json"
+    shutil.copytree(file.parent / "chats", workdir)
+    saved.write_text(saved.read_text().replace(str(file.parent / "chat.jsonl"), str(data)))
+    bad = (f'{{"messages": {number}}}\n' for number in range(100))
+    data.write_text((file.parent / "chat.jsonl").read_text() + "".join(bad))
+    message = refused("--exp", f"{file}:chats", "--workdir", workdir)
+    assert re.search(
+        r"chat.jsonl:\d+: .*data.on_bad_record=skip .*; give that to its python -m wedlm_jax.train", message
+    )
+    train(load_experiment(f"{file}:chats", [f"data.path={data}", "data.on_bad_record=skip"]), workdir)
+    plan = command.plan_experiment(command.Evaluate(workdir=workdir), f"{file}:chats")
+    assert [len(problems) for _, problems in plan.tasks] == [2]
 
 
 def test_continuations_are_shown_at_the_middle_threshold_with_masks_reordered():

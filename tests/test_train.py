@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.bad_input import full_disk
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
@@ -16,11 +17,11 @@ from wedlm_jax.checkpoint import load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
-from wedlm_jax.experiment import override
+from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.train import main, train
-from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
+from wedlm_jax.workdir import note_experiment, prepare_workdir, progress_of, tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +106,16 @@ def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
     message = message_of(other, finished)
     assert "optimizer.learning_rate: 0.001 -> 0.5" in message and "train.seed: 0 -> 1" in message
     assert "log_every" not in message and "evaluation" not in message and "on_bad_record" not in message
+
+
+def test_what_a_resumed_run_may_change_is_noted_whole_or_not_at_all(finished, tmp_path):
+    workdir = shutil.copytree(finished, tmp_path / "run")
+    changed = with_overrides("data.on_bad_record=skip", "train.log_every=3")
+    assert train(changed, workdir) and Experiment.load(workdir) == changed
+    before = (workdir / "experiment.json").read_bytes()
+    with pytest.raises(UserError, match=r"experiment.json: cannot be written \(file too large\)"), full_disk():
+        note_experiment(EXPERIMENT, workdir)
+    assert (workdir / "experiment.json").read_bytes() == before
 
 
 def test_adaptation_starts_from_the_parameters_of_the_step_and_the_tokenizer_of_init_from(finished, tmp_path, capsys):

@@ -23,6 +23,7 @@ from rich.text import Text
 from wedlm_jax import pretrained
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.decode.calibration import calibration_in_use
@@ -295,13 +296,16 @@ def main() -> None:
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")
-    if args.exp is not None and args.model is None:
-        plan = plan_experiment(args, args.exp)
-    elif args.model is not None and args.exp is None:
-        plan = plan_model(args, args.model)
-    else:
-        raise UserError("give one of --exp NAME and --model DIR")
-    evaluate(plan, Console())
+    try:
+        if args.exp is not None and args.model is None:
+            plan = plan_experiment(args, args.exp)
+        elif args.model is not None and args.exp is None:
+            plan = plan_model(args, args.model)
+        else:
+            raise UserError("give one of --exp NAME and --model DIR")
+        evaluate(plan, Console())
+    except BadRecord as error:  # data are read as training reads them, which may never have met this one
+        raise UserError(f"{error}; give that to its python -m wedlm_jax.train, also where it is finished") from None
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
     base_of,
     load_initial,
+    note_experiment,
     prepare_workdir,
     progress_of,
     refuse_another_experiment,
@@ -169,6 +170,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             start, state, data_state = restored
             if start < config.steps:
                 stream.set_state(data_state)
+            if is_main():
+                note_experiment(experiment, workdir)
             origin = f"resumed at step {start}"
         elif initial is not None:
             state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh, config.seed)

@@ -21,6 +21,7 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
 from wedlm_jax.pretrained import load, split_step
+from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
@@ -34,6 +35,13 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
             f"choose another --workdir, or remove {workdir} to start again"
         )
+
+
+def note_experiment(experiment: Experiment, workdir: Path) -> None:
+    """Writes what a resumed run may change into its experiment.json, which an evaluation reads."""
+    if Experiment.load(workdir).to_dict() != experiment.to_dict():
+        with replacing(workdir / FILE) as partial:
+            partial.write_text(experiment.to_json())
 
 
 def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
