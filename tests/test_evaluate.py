@@ -11,6 +11,7 @@ from rich.console import Console
 from tests.bad_input import full_disk
 from tests.evals.models import tiny_model
 from wedlm_jax import evaluate as command
+from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
@@ -21,8 +22,11 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import Setting, settings_of
 from wedlm_jax.evals.tasks import Task, wilson_interval
 from wedlm_jax.experiment import load_experiment
+from wedlm_jax.model.parameters import init_params
+from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
 from wedlm_jax.train import train
+from wedlm_jax.train_state import new_state
 
 from .quick_compile import quick_compile  # noqa: F401  for every test of this file
 
@@ -137,6 +141,31 @@ def test_base_and_adapted_rows_come_from_their_own_weights(file):
     base, adapted = (plan.models[name].transformer.embed.embedding[...] for name in ("base", "adapted"))
     assert (base != adapted).any()
     assert all(m.config.dtype == "float32" and m.config.matmul_precision == "highest" for m in plan.models.values())
+
+
+def test_the_base_is_the_step_that_was_started_from_also_when_the_base_has_trained_on(file, tmp_path, capsys):
+    for name in ("base", "adapted"):
+        shutil.copytree(file.parent / name, tmp_path / name)
+    for name in ("experiment.json", "model.json"):
+        saved = tmp_path / "adapted" / name
+        saved.write_text(saved.read_text().replace(str(file.parent), str(tmp_path)))
+
+    def plan():
+        return command.plan_experiment(command.Evaluate(workdir=tmp_path / "adapted"), f"{file}:adapted")
+
+    def embedding(model):
+        return model.transformer.embed.embedding[...]
+
+    before = load(f"{tmp_path / 'base'}@2")
+    with Checkpoints(tmp_path / "base", keep=2) as checkpoints:
+        checkpoints.save(new_state(init_params(before.config, 7), OptimizerConfig()), 3, {}, {})
+    assert (embedding(load(tmp_path / "base")) != embedding(before)).any()
+    assert (embedding(plan().models["base"]) == embedding(before)).all() and capsys.readouterr().err == ""
+
+    shutil.rmtree(tmp_path / "base" / "checkpoints" / "2")
+    found = plan()
+    assert found.models.keys() == {"adapted"} == {setting.weights for setting in found.settings}
+    assert capsys.readouterr().err.startswith(f"note: {tmp_path}/base@2, where it started, is gone; ")
 
 
 def test_another_step_of_an_experiment_is_evaluated_by_name(file):

@@ -13,7 +13,7 @@ from tests.bad_input import full_disk
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import load_params, saved_steps
+from wedlm_jax.checkpoint import ModelFile, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
@@ -211,6 +211,7 @@ def test_the_model_of_init_from_may_be_computed_otherwise(finished, tmp_path):
         "model=none", f"model.path={finished}", "model.remat=full", "model.matmul_precision=highest", "train.steps=1"
     )
     train(experiment, tmp_path)
+    assert ModelFile.read(tmp_path).init_from == f"{finished}@6"  # the newest, which it is now
     config = load(tmp_path).config
     assert (config.remat, config.matmul_precision, config.hidden_size) == (
         "full",

@@ -2,7 +2,7 @@
 
 A workdir holds
   experiment.json   what is trained, for the refusal to resume another run into it
-  model.json        {"config", "mask_token_id", "eos_token_ids"}: what `wedlm_jax.load` needs beside the parameters
+  model.json        the fields of ModelFile: what `wedlm_jax.load` needs beside the parameters
   tokenizer/        tokenizer.json, tokenizer_config.json
   checkpoints/STEP/ params, training (the rest of TrainState), data, metrics
 """
@@ -215,7 +215,7 @@ def _best_of(metrics: Mapping[int, Mapping[str, Any]], best_metric: str | None) 
 class Base:
     """The model that an adapter was trained beside. Its parameters are read where they are, and never written."""
 
-    path: str  # what init_from named
+    path: str  # what init_from named, of a workdir with the step
     revision: str
 
     def check(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
@@ -235,6 +235,7 @@ class ModelFile:
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
     base: Base | None = None  # where the config has an adapter
+    init_from: str | None = None  # what its first parameters were read from, of a workdir with the step
 
     def write(self, workdir: Path) -> None:
         (workdir / MODEL_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
@@ -258,16 +259,14 @@ def load_params(
 
     Args:
       workdir: where `wedlm_jax.train` ran.
-      step: of the checkpoint; the newest where it is None, and then a line on stderr says so if another one was kept as the best.
+      step: of the checkpoint, as for `chosen_step`.
 
     Raises:
       UserError: there is no checkpoint, not this one, or it is damaged.
     """
     workdir = Path(workdir)
     config = ModelFile.read(workdir).config
-    asked, step = step, chosen_step(workdir, step)
-    if asked is None and is_main() and (best := _best_step(workdir)) not in (None, step):
-        print(f"note: {workdir}: step {step}, the newest, is loaded; the best one is {workdir}@{best}", file=sys.stderr)
+    step = chosen_step(workdir, step)
     shapes = jax.eval_shape(lambda: init_params(config, 0))
     if config.adapter is not None:
         shapes = split_adapter(shapes)[1]
@@ -290,7 +289,8 @@ def load_params(
 
 
 def chosen_step(workdir: str | Path, step: Step) -> int:
-    """The step of the checkpoint that `step` names.
+    """The step of the checkpoint that `step` names; the newest where it is None, and then a line on stderr says so if another one
+    was kept as the best.
 
     Raises:
       UserError: there is none.
@@ -298,14 +298,16 @@ def chosen_step(workdir: str | Path, step: Step) -> int:
     steps = saved_steps(workdir)
     if not steps:
         raise UserError(f"{workdir} holds no checkpoint yet; go on with its python -m wedlm_jax.train")
-    chosen = steps[-1] if step is None else _best_step(workdir) if step == "best" else step
-    if chosen is None:
+    asked, step = step, steps[-1] if step is None else _best_step(workdir) if step == "best" else step
+    if step is None:
         raise UserError(
             f"{workdir} keeps no best checkpoint (train.best_metric); it holds {', '.join(map(str, steps))}"
         )
-    if chosen not in steps:
-        raise UserError(f"{workdir} holds no checkpoint of step {chosen}; it holds {', '.join(map(str, steps))}")
-    return chosen
+    if step not in steps:
+        raise UserError(f"{workdir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
+    if asked is None and is_main() and (best := _best_step(workdir)) not in (None, step):
+        print(f"note: {workdir}: step {step}, the newest, is loaded; the best one is {workdir}@{best}", file=sys.stderr)
+    return step
 
 
 def _best_step(workdir: str | Path) -> int | None:

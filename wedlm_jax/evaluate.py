@@ -21,6 +21,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from wedlm_jax import pretrained
+from wedlm_jax.checkpoint import ModelFile, saved_steps
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -103,8 +104,12 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if config.text_prompts and args.task is None:
         text = continuation(experiment, models[ADAPTED])
         problems.append((text, draw(text, args.limit or config.text_prompts, config.seed)))
-    if experiment.init_from is not None:
-        models[BASE] = load_exact(experiment.init_from)
+    if (begun := ModelFile.read(workdir).init_from or experiment.init_from) is not None:
+        base, kept = pretrained.split_step(begun)
+        if isinstance(kept, int) and kept not in saved_steps(base):
+            print(f"note: {begun}, where it started, is gone; the rows of its base are left out", file=sys.stderr)
+        else:
+            models[BASE] = load_exact(begun)
     settings = settings_of(config, with_base=BASE in models)
     title = experiment.name if step is None else f"{experiment.name}@{step}"
     return Plan(title, models, settings, problems, config, experiment, args.out or workdir / "evaluation")

@@ -35,6 +35,7 @@ from wedlm_jax.workdir import (
     base_of,
     load_initial,
     note_experiment,
+    pinned,
     prepare_workdir,
     progress_of,
     refuse_another_experiment,
@@ -126,10 +127,11 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
     shares = row_shares(mesh)
-    initial = load_initial(experiment, mesh) if not resumed and experiment.init_from else None
-    base = None if resumed else base_of(experiment, initial)
+    begun = experiment if resumed else pinned(experiment)
+    initial = load_initial(begun, mesh) if not resumed and experiment.init_from else None
+    base = None if resumed else base_of(begun, initial)
     if not resumed and is_main():
-        prepare_workdir(experiment, initial, workdir, base)
+        prepare_workdir(experiment, initial, workdir, base, begun.init_from)
     barrier("the workdir is prepared")
     model_file = ModelFile.read(workdir)
     settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
@@ -175,7 +177,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             origin = f"resumed at step {start}"
         elif initial is not None:
             state = from_params(params_of(initial.transformer), settings.model, settings.optimizer, mesh, config.seed)
-            origin = f"from {experiment.init_from}{progress_of(experiment.init_from)}"
+            origin = f"from {experiment.init_from}{progress_of(begun.init_from)}"
         else:
             state = from_seed(settings.model, settings.optimizer, mesh, config.seed)
             origin = "from scratch"

@@ -20,7 +20,7 @@ from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
-from wedlm_jax.pretrained import load, split_step
+from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -42,6 +42,16 @@ def note_experiment(experiment: Experiment, workdir: Path) -> None:
     if Experiment.load(workdir).to_dict() != experiment.to_dict():
         with replacing(workdir / FILE) as partial:
             partial.write_text(experiment.to_json())
+
+
+def pinned(experiment: Experiment) -> Experiment:
+    """With the step in `init_from` that it means now: the newest or best one of a workdir is another once that trains on."""
+    if experiment.init_from is None:
+        return experiment
+    place, step = split_step(experiment.init_from)
+    if not is_workdir(Path(place)):
+        return experiment
+    return dataclasses.replace(experiment, init_from=f"{place}@{chosen_step(place, step)}")
 
 
 def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
@@ -86,8 +96,10 @@ def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
     return Base(str(experiment.init_from), revision(initial.config, params_of(initial.transformer)))
 
 
-def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path, base: Base | None = None) -> None:
-    """Writes tokenizer, model.json and experiment.json.
+def prepare_workdir(
+    experiment: Experiment, initial: Model | None, workdir: Path, base: Base | None = None, init_from: str | None = None
+) -> None:
+    """Writes tokenizer, model.json and experiment.json; `init_from` is where `initial` was read, with its step.
 
     Raises:
       UserError: model, tokenizer and data do not fit each other, or nothing can be written there.
@@ -119,7 +131,7 @@ def prepare_workdir(experiment: Experiment, initial: Model | None, workdir: Path
     learned = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
     end_ids = tuple(dict.fromkeys(token for token in (*known, learned) if token is not None))
     with writing(workdir, _MEND):
-        ModelFile(model, mask_token_id, end_ids, base).write(workdir)
+        ModelFile(model, mask_token_id, end_ids, base, init_from).write(workdir)
         (workdir / FILE).write_text(experiment.to_json())
 
 
