@@ -116,11 +116,10 @@ def test_the_dual_stream_by_flash_is_the_one_by_key_ranges(interpreted, monkeypa
     assert_close(by_flash[:, real], by_ranges[:, real])
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads", "block_size"), [(64, 2, 4), (128, 1, 32)])
-def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(interpreted, head_dim, kv_heads, block_size):
+@pytest.mark.parametrize("case", correctness.CASES)
+def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(interpreted, case):
     paths = {"triton": correctness.by_flash(triton())}
-    errors = correctness.of_dual_stream(paths, 128, head_dim, 2, kv_heads, block_size)["triton"]
-    assert max(errors) <= correctness.ALLOWED
+    assert max(correctness.of_dual_stream(paths, 128, *case)["triton"]) <= correctness.ALLOWED
 
 
 def assert_close(ours, expected):

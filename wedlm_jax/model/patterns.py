@@ -107,6 +107,8 @@ class DualStream:
         )
         of_memory, of_prediction = self.ranges()
         own = self._own_blocks(k_prediction, v_prediction)
+        # In float32 both streams' gradients of the memory are added before they are rounded.
+        k_memory, v_memory = (x.astype(jnp.float32) for x in (k_memory, v_memory))
         memory = flash_gpu.flash_attention(q_memory, k_memory, v_memory, *of_memory)
         prediction = flash_gpu.flash_attention(q_prediction, k_memory, v_memory, *of_prediction, own)
         return jnp.concatenate([memory, prediction], axis=1)

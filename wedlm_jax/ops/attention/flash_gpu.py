@@ -65,7 +65,8 @@ def flash_attention(
 
     Args:
       q_BTNH: queries, N a multiple of K.
-      k_BSKH, v_BSKH: keys and values.
+      k_BSKH, v_BSKH: keys and values, rounded to the dtype of q. Their gradients are float32 if they are: of several calls on
+        the same keys they are then added before they are rounded.
       start_BT, end_BT: query t of row b sees the keys start_BT[b, t] <= s < end_BT[b, t]; an empty range needs `own`.
       own: further keys, each seen by its own block alone.
       causal: promises that T = S and no range ends after t + 1; the backward pass then leaves out the future.
@@ -79,6 +80,7 @@ def flash_attention(
     """
     if reason := unsupported(q_BTNH, k_BSKH):
         raise ValueError(f"flash attention: {reason}")
+    k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (k_BSKH, v_BSKH))
     return _attend(causal, kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
@@ -100,6 +102,7 @@ def _attend(causal: bool, kernels: Kernels, q, k, v, start, end, own: OwnBlocks 
 
 
 def _forward(causal, kernels, q, k, v, start, end, own):
+    k, v = (x.astype(q.dtype) for x in (k, v))
     out, lse_BNT = jax.vmap(functools.partial(kernels.forward, causal=causal))(q, k, v, start, end)
     lse = lse_BNT.swapaxes(1, 2)
     if own is not None:
@@ -113,7 +116,10 @@ def _backward(causal, kernels, residuals, d_out):
     q, k, v, start, end, own, out, lse = residuals
     chex.assert_equal_shape([q, out, d_out])
     backward = jax.vmap(functools.partial(kernels.backward, causal=causal))
-    d_q, d_k, d_v = backward(q, k, v, start, end, lse.swapaxes(1, 2), out, d_out)
+    # Keys of its own for every query head: over the heads that share them we add in float32, a kernel would round the sum.
+    of_heads = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    d_q, *d_of_heads = backward(q, *of_heads, start, end, lse.swapaxes(1, 2), out, d_out)
+    d_k, d_v = (jnp.sum(x.reshape(*k.shape[:3], -1, k.shape[3]), axis=3, dtype=jnp.float32) for x in d_of_heads)
     d_own = None
     if own is not None:
         delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
