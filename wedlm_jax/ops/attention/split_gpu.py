@@ -10,6 +10,8 @@ that asks for GPU kernels.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -47,10 +49,21 @@ def attend_split(
     q_BKRH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
     q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -rows % block_rows), (0, 0)))
     to_splits = ((0, 0), (0, -S % (splits * KEY_TILE)), (0, 0), (0, 0))
-    out, (total, peak) = decode_attention.gqa(
-        q_BKRH.reshape(B, -1, H), jnp.pad(k_BSKH, to_splits), jnp.pad(v_BSKH, to_splits), None, seen_by_all_B,
-        block_h=block_rows, block_k=KEY_TILE, k_splits=splits, return_residuals=True, interpret=interpret,
+    k_splits, v_splits = (jnp.pad(x, to_splits).reshape(B, splits, -1, K, H) for x in (k_BSKH, v_BSKH))
+    slots = k_splits.shape[2]
+    seen_of_splits = jnp.clip(seen_by_all_B[:, None] - slots * jnp.arange(splits), 0, slots)
+    # A call's own splits are merged in the dtype of q, each sum and factor rounded; these are merged here, in float32.
+    kernel = functools.partial(
+        decode_attention.gqa, block_h=block_rows, block_k=KEY_TILE, k_splits=1, return_residuals=True,
+        normalize_output=False, interpret=interpret,
     )  # fmt: skip
+    out_of_splits, (totals, peaks) = jax.vmap(kernel, (None, 1, 1, None, 1))(
+        q_BKRH.reshape(B, -1, H), k_splits, v_splits, None, seen_of_splits
+    )
+    peak = jnp.max(peaks, axis=0)
+    shares = jnp.exp(peaks - peak)
+    total = jnp.sum(totals * shares, axis=0)
+    out = jnp.sum(out_of_splits * shares[..., None], axis=0) / total[..., None]
 
     def by_query(x: jax.Array) -> jax.Array:
         """[B, T, N, ...] of [B, rows of all kv heads, ...]."""
@@ -63,4 +76,4 @@ def attend_split(
     k_window, v_window = (jnp.take_along_axis(x, slots_BT[:, :, None, None], axis=1) for x in (k_BSKH, v_BSKH))
     visible = (seen_by_all_B[:, None, None] <= slots_BT[:, None]) & (slots_BT[:, None] < end_BT[..., None])
     inside = attend(q_BTNH, k_window, v_window, visible)
-    return merge(by_query(out), by_query(peak + jnp.log(total)), *inside)
+    return merge(by_query(out), by_query(peak + jnp.log(total)), *inside).astype(q_BTNH.dtype)
