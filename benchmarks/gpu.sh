@@ -34,8 +34,9 @@ install="pip install -e '.[cuda,gpu]' (and on Python 3.11 pip install --no-deps 
 
 has() { "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)"; }
 
-if ! has jax || ! has wedlm_jax; then
-  echo "error: $python has no jax and the other requirements; $install, or name another: PYTHON=..." >&2
+modules="benchmarks.correctness, benchmarks.train_step, benchmarks.decode_forward, benchmarks.attention, benchmarks.loss"
+if ! missing=$("$python" -c "import $modules" 2>&1); then
+  echo "error: $python cannot run the stages, ${missing##*$'\n'}; $install, or name another: PYTHON=..." >&2
   exit 2
 fi
 if ! $smoke && ! "$python" -c 'import jax, sys; sys.exit(jax.default_backend() != "gpu")' 2>/dev/null; then

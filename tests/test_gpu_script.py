@@ -53,6 +53,14 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     assert done.stderr.startswith("error: jax sees no GPU") and done.stderr.count("\n") == 1
 
 
+def test_a_requirement_that_is_missing_is_named_in_one_line_before_any_stage(tmp_path):
+    (tmp_path / "tyro.py").write_text("raise ModuleNotFoundError(\"No module named 'tyro'\")")
+    done = run("--smoke", str(tmp_path / "gpu.md"), PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2 and not (tmp_path / "gpu.md").exists()
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "ModuleNotFoundError: No module named 'tyro'; pip install" in done.stderr
+
+
 @pytest.mark.skipif(not FULL, reason="two minutes; launch/test.sh --full")
 def test_the_smoke_run_passes(tmp_path):
     done = run("--smoke", str(tmp_path / "gpu.md"), PYTHON=sys.executable)
