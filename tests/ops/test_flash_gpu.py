@@ -16,7 +16,7 @@ from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import OwnBlocks, flash_gpu
-from wedlm_jax.ops.attention.flash_gpu import flash_attention, sm90, triton, unsupported
+from wedlm_jax.ops.attention.flash_gpu import TILE, flash_attention, sm90, triton, unsupported
 
 # Looked for and not imported: the module under test says how that is done.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
@@ -152,6 +152,33 @@ def test_both_kinds_of_kernels_lower_for_cuda(kernels):
 
     low = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays]
     assert "custom_call" in lowered_for_cuda(gradients, *low)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked", "expected"),
+    [
+        (jnp.float32, "highest", "F32_F32_F32"),
+        (jnp.float32, "float32", "F32_F32_F32"),
+        (jnp.float32, "default", "DEFAULT"),
+        (jnp.bfloat16, "highest", "DEFAULT"),
+    ],
+)
+def test_float32_is_multiplied_as_it_is_where_the_highest_precision_is_asked_for(monkeypatch, dtype, asked, expected):
+    given = []
+    for name, function in (("pallas_triton", "_fwd"), ("pallas_triton_vjp", "_bwd")):
+        module = flash_gpu._module(f"ops.attention.{name}")
+
+        def kernel(*args, kernel=getattr(module, function), **settings):
+            given.extend(settings[f"{product}_dot_precision"].name for product in ("q_k", "weights_v"))
+            return kernel(*args, **settings)
+
+        monkeypatch.setattr(module, function, kernel)
+    q = k = v = d_out = jax.ShapeDtypeStruct((1, TILE, 2, H), dtype)
+    start, end = jnp.zeros((1, TILE), int), jnp.ones((1, TILE), int)
+    attend = lambda q, k, v: flash_attention(q, k, v, start, end, kernels=triton())  # noqa: E731
+    with jax.default_matmul_precision(asked):
+        jax.eval_shape(lambda q, k, v, d_out: jax.vjp(attend, q, k, v)[1](d_out), q, k, v, d_out)
+    assert given == [expected] * 4
 
 
 def test_hopper_kernels_are_taken_on_hopper_and_for_half_precision_alone(monkeypatch):

@@ -211,7 +211,10 @@ def triton() -> Kernels:
     backward_kernel: Any = _module("ops.attention.pallas_triton_vjp")
 
     def common(q: jax.Array) -> dict[str, Any]:
-        precision = jax.lax.DotAlgorithmPreset.DEFAULT
+        # The kernels do not read what jax is told; DEFAULT is TF32 for float32.
+        asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        exact = q.dtype == jnp.float32 and asked in ("highest", "float32")
+        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32 if exact else jax.lax.DotAlgorithmPreset.DEFAULT
         return dict(
             logits_scale=q.shape[-1] ** -0.5, logits_dtype=jnp.dtype(jnp.float32), logits_soft_cap=None, dropout_rate=0.0,
             q_k_dot_precision=precision, weights_v_dot_precision=precision,
