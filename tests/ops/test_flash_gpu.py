@@ -14,6 +14,7 @@ from benchmarks import correctness
 from tests.ops.cuda import lowered_for_cuda
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.errors import UserError
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import OwnBlocks, flash_gpu
 from wedlm_jax.ops.attention.flash_gpu import TILE, flash_attention, sm90, triton, unsupported
@@ -192,12 +193,22 @@ def test_hopper_kernels_are_taken_on_hopper_and_for_half_precision_alone(monkeyp
 
 
 def test_shapes_that_the_kernels_cannot_do_are_told_with_the_reason(monkeypatch):
-    def reason(length, head_dim):
+    def reason(length, head_dim, own_size=0):
         q, k = (jax.ShapeDtypeStruct((1, length, n, head_dim), jnp.bfloat16) for n in (2, 1))
-        return unsupported(q, k)
+        return unsupported(q, k, own_size)
 
     assert reason(256, 64) is None
     assert reason(200, 64) == "200 queries are not a multiple of 128"
     assert reason(256, 80) == "a head dimension of 80 is neither 64 nor 128"
+    assert reason(256, 64, 128) is None
+    assert reason(256, 64, 256) == "the scores inside blocks of 256 tokens are held as they are, of 128 at most"
     monkeypatch.setattr(flash_gpu.importlib.util, "find_spec", lambda name: None)
     assert reason(256, 64) == "tokamax is not installed (README, Install)"
+
+
+def test_a_single_stream_of_whole_documents_asks_in_vain_for_the_kernels_and_goes_by_key_ranges_else():
+    pattern = DualStream(jnp.ones((1, L), int), L)
+    q = k = v = jax.ShapeDtypeStruct((1, 2 * L, 1, H), jnp.bfloat16)
+    with pytest.raises(UserError, match=f"model.attention=tokamax cannot do this: .* blocks of {L} tokens"):
+        jax.eval_shape(functools.partial(pattern, implementation="tokamax"), q, k, v)
+    assert jax.eval_shape(functools.partial(pattern, implementation="auto"), q, k, v).shape == q.shape

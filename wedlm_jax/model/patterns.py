@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import (
+    DENSE_BLOCK,
     Implementation,
     OwnBlocks,
     attend,
@@ -29,9 +30,6 @@ from wedlm_jax.ops.attention import (
     target_platform,
 )
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
-
-# Tokens of the largest block whose scores are held as they are; a longer one (a whole document) goes by key ranges.
-DENSE_BLOCK = 128
 
 
 def _static(default: Any = dataclasses.MISSING) -> Any:
@@ -129,7 +127,7 @@ class DualStream:
         return OwnBlocks(k_prediction, v_prediction, *self.block_ranges(), size=self.block_size)
 
     def _attend_block(self, q: jax.Array, own: OwnBlocks) -> tuple[jax.Array, jax.Array]:
-        if own.size > DENSE_BLOCK:
+        if own.size > DENSE_BLOCK:  # a whole document
             return attend_ranges(q, own.k_BTKH, own.v_BTKH, own.start_BT, own.end_BT)
         out, lse = attend(*own.by_block(q))
         return out.reshape(q.shape), lse.reshape(q.shape[:3])
@@ -223,10 +221,12 @@ def _attend(
 ) -> jax.Array:  # fmt: skip
     """By the chosen implementation, on every device its own rows and heads."""
 
+    own_size = pattern.block_size if isinstance(pattern, DualStream) else 0
+
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> jax.Array:
         unsupported = {
             "splash": splash.unsupported(q, k, mask),
-            "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length]),
+            "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
         }
         of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
         match choose(implementation, unsupported):

@@ -6,13 +6,14 @@ cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range
 `flash_gpu` key ranges by GPU kernels, `split_gpu` a cache by one, and `choose` says which is used. Knows nothing of WeDLM.
 """
 
-from wedlm_jax.ops.attention.blocks import OwnBlocks
+from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
 from wedlm_jax.ops.attention.cache import attend_cache
 from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
 
 __all__ = [
+    "DENSE_BLOCK",
     "RESIDUALS",
     "Implementation",
     "OwnBlocks",

@@ -7,6 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+# Tokens of the largest block whose scores are held as they are.
+DENSE_BLOCK = 128
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from wedlm_jax.ops.attention.blocks import OwnBlocks
+from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 
@@ -78,14 +78,14 @@ def flash_attention(
     Raises:
       ValueError: `unsupported` names a reason.
     """
-    if reason := unsupported(q_BTNH, k_BSKH):
+    if reason := unsupported(q_BTNH, k_BSKH, 0 if own is None else own.size):
         raise ValueError(f"flash attention: {reason}")
     k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (k_BSKH, v_BSKH))
     return _attend(causal, kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
-def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
-    """Why the kernels cannot do this, or None if they can."""
+def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array, own_size: int = 0) -> str | None:
+    """Why the kernels, and what is dense beside them for own blocks of `own_size`, cannot do this, or None if they can."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed (README, Install)"
     for length, what in ((q_BTNH.shape[1], "queries"), (k_BSKH.shape[1], "keys")):
@@ -93,6 +93,8 @@ def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array) -> str | None:
             return f"{length} {what} are not a multiple of {TILE}"
     if q_BTNH.shape[3] not in (64, 128):  # tiles of a larger one do not fit into a Hopper's shared memory
         return f"a head dimension of {q_BTNH.shape[3]} is neither 64 nor 128"
+    if own_size > DENSE_BLOCK:
+        return f"the scores inside blocks of {own_size} tokens are held as they are, of {DENSE_BLOCK} at most"
     return None
 
 
