@@ -68,10 +68,23 @@ def test_only_who_asks_for_gpu_kernels_decodes_by_them(monkeypatch):
     np.testing.assert_allclose(out, expected, atol=5e-6)
 
 
-def test_the_kernel_lowers_for_cuda():
-    """At the heads of Qwen3-8B in bfloat16."""
-    q = jax.ShapeDtypeStruct((2, 16, 32, 128), jnp.bfloat16)
-    keys = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
+@pytest.mark.parametrize("head_dim", [8, 80, 96])
+def test_a_head_dimension_that_the_kernel_cannot_do_is_refused_with_the_reason(monkeypatch, head_dim):
+    monkeypatch.setattr("wedlm_jax.ops.attention.choice.target_platform", lambda: "gpu")
+    (q, k, v), _ = case(0, queries=4, heads=2, kv_heads=1, slots=64, head_dim=head_dim)
+    empty = KVCache(*(jnp.zeros((1, 4, 1, 64, head_dim)) for _ in "kv"))
+    window = CachedWindow(jnp.zeros(4, jnp.int32))
+    with pytest.raises(
+        UserError, match=f"a head dimension of {head_dim} is not a power of two from 16 on; choose auto"
+    ):
+        window(q, k[:, :4], v[:, :4], "tokamax", cache=empty, layer=0)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_the_kernel_lowers_for_cuda(head_dim):
+    """At the 32 and 8 heads of Qwen3-8B in bfloat16."""
+    q = jax.ShapeDtypeStruct((2, 16, 32, head_dim), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((2, 1024, 8, head_dim), jnp.bfloat16)
     end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     text = lowered_for_cuda(attend_split, q, keys, keys, end)
     assert "triton" in text

@@ -176,7 +176,8 @@ class CachedWindow:
         # Splash has no cache, so only the GPU kernels are a choice beside XLA.
         split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
         # Its bounds on a row's ranges are those of neighbours, which the tokens that are read need not be.
-        split = split and self.read is None and choose(implementation, {}) == "tokamax"
+        unsupported = {"tokamax": split_gpu.unsupported(q)}
+        split = split and self.read is None and choose(implementation, unsupported) == "tokamax"
 
         def write_and_attend(q, k, v, k_cache, v_cache, length, end, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)

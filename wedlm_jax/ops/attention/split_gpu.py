@@ -23,6 +23,14 @@ KEY_TILE = 64
 SLOTS_OF_A_SPLIT, MAX_SPLITS = 256, 16
 
 
+def unsupported(q_BTNH: jax.Array) -> str | None:
+    """Why the kernel cannot do this, or None if it can."""
+    H = q_BTNH.shape[3]
+    if H < 16 or H & (H - 1):  # Triton's tiles and products
+        return f"a head dimension of {H} is not a power of two from 16 on"
+    return None
+
+
 def attend_split(
     q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, end_BT: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
