@@ -16,6 +16,7 @@ from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.patterns import DualStream
+from wedlm_jax.model.transformer import REMAT_POLICIES
 from wedlm_jax.ops.attention import OwnBlocks, flash_gpu
 from wedlm_jax.ops.attention.flash_gpu import TILE, flash_attention, sm90, triton, unsupported
 
@@ -52,10 +53,10 @@ def interpreted(monkeypatch):
 B, L, H = 2, 256, 64
 
 
-def case(heads, kv_heads, block_size, bidirectional=False):
+def case(heads, kv_heads, block_size, bidirectional=False, head_dim=H):
     """Prediction queries over the clean prefix of their document, and their own block: arrays, ranges, the dense mask."""
     random = np.random.default_rng(block_size)
-    shapes = [(B, L, n, H) for n in (heads, kv_heads, kv_heads, kv_heads, kv_heads, heads)]
+    shapes = [(B, L, n, head_dim) for n in (heads, kv_heads, kv_heads, kv_heads, kv_heads, heads)]
     arrays = [np.float32(random.normal(size=shape)) for shape in shapes]
     index = np.arange(L)
     document = np.stack([np.searchsorted(starts, index, side="right") for starts in ([0, 96, 160], [0, 32])])
@@ -106,15 +107,51 @@ def test_a_key_range_for_every_query_without_own_blocks(interpreted):
         assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
-def test_the_dual_stream_by_flash_is_the_one_by_key_ranges(interpreted, monkeypatch, in_block):
+def remat(attend):
+    return jax.checkpoint(attend, policy=REMAT_POLICIES["dots"])
+
+
+@pytest.mark.parametrize(
+    ("in_block", "wrapped"),
+    [("causal", lambda attend: attend), ("bidirectional", remat)],
+    ids=["causal", "bidirectional, remat"],
+)
+def test_the_dual_stream_by_flash_is_the_one_by_key_ranges_with_its_gradients(
+    interpreted, monkeypatch, in_block, wrapped
+):
     monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: triton())
     segment_ids = jnp.asarray(np.repeat([[1, 1, 2, 0]], L // 4, axis=1))
     pattern, random = DualStream(segment_ids, 32, in_block), np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random.normal(size=(1, 2 * L, heads, H)), jnp.float32) for heads in (2, 1, 1))
-    by_flash, by_ranges = quick_jit(lambda q, k, v: (pattern.by_flash(q, k, v), pattern.by_ranges(q, k, v)))(q, k, v)
-    real = np.tile(segment_ids[0] > 0, 2)
-    assert_close(by_flash[:, real], by_ranges[:, real])
+    *qkv, d_out = (jnp.asarray(random.normal(size=(1, 2 * L, heads, H)), jnp.float32) for heads in (2, 1, 1, 2))
+    real = jnp.tile(segment_ids > 0, 2)[..., None, None]
+
+    def output_and_gradients(attend, qkv):
+        out, pullback = jax.vjp(lambda *qkv: jnp.where(real, wrapped(attend)(*qkv), 0), *qkv)
+        return out, *pullback(d_out)
+
+    by_flash, by_ranges = (
+        quick_jit(functools.partial(output_and_gradients, attend))(qkv)
+        for attend in (pattern.by_flash, pattern.by_ranges)
+    )
+    for ours, expected in zip(by_flash, by_ranges, strict=True):
+        assert_close(ours, expected)
+
+
+def test_remat_by_dots_runs_no_forward_kernel_again(monkeypatch):
+    """A sine is in the place of the forward kernel, as jax itself keeps a Pallas call whose result nobody reads."""
+    sines = flash_gpu.Kernels(
+        lambda q, k, v, *ranges, causal: (jnp.sin(q), q[..., 0].T), lambda q, k, v, *others, causal: (q, k, v)
+    )
+    monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: sines)
+    pattern = DualStream(jnp.ones((1, L), int), 32)
+    q = k = v = jax.ShapeDtypeStruct((1, 2 * L, 1, H), jnp.float32)
+
+    def forwards(attend):
+        gradients = jax.grad(lambda *qkv: jnp.sum(attend(*qkv)), argnums=(0, 1, 2))
+        return str(jax.make_jaxpr(gradients)(q, k, v)).count("= sin")
+
+    assert forwards(jax.checkpoint(pattern.by_flash)) == 4
+    assert forwards(remat(pattern.by_flash)) == forwards(pattern.by_flash) == 2  # one for each stream
 
 
 @pytest.mark.parametrize("case", correctness.CASES)
@@ -135,9 +172,10 @@ def test_importing_the_kernels_leaves_the_type_checker_of_others_in_its_place():
     assert sys.modules["typeguard"] is typeguard and hasattr(typeguard, "TypeCheckError")  # which tyro catches
 
 
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 2), (128, 16, 8)])
 @pytest.mark.parametrize("kernels", [sm90, triton])
-def test_both_kinds_of_kernels_lower_for_cuda(kernels):
-    arrays, start, block, own_end, _ = case(4, 2, 32)
+def test_both_kinds_of_kernels_lower_for_cuda(kernels, head_dim, heads, kv_heads):
+    arrays, start, block, own_end, _ = case(heads, kv_heads, 32, head_dim=head_dim)
 
     def gradients(q, k, v, k_own, v_own, d_out):
         attend = lambda q, k, v, k_own, v_own: flash_attention(  # noqa: E731
