@@ -172,6 +172,12 @@ def test_importing_the_kernels_leaves_the_type_checker_of_others_in_its_place():
     assert sys.modules["typeguard"] is typeguard and hasattr(typeguard, "TypeCheckError")  # which tyro catches
 
 
+def test_what_stands_in_for_the_type_checker_is_found_by_who_looks_for_it():
+    """As jaxtyping does when it is imported, here by a plugin of pytest and elsewhere with the kernels."""
+    with flash_gpu._unchecked():
+        assert importlib.util.find_spec("typeguard")
+
+
 @pytest.mark.parametrize(("head_dim", "heads", "kv_heads"), [(64, 4, 2), (128, 16, 8)])
 @pytest.mark.parametrize("kernels", [sm90, triton])
 def test_both_kinds_of_kernels_lower_for_cuda(kernels, head_dim, heads, kv_heads):

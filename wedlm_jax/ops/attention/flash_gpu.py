@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
@@ -171,6 +172,7 @@ def _unchecked() -> Iterator[None]:
     annotations are a SyntaxError to typeguard 4, which tyro needs. Nobody checks them then."""
     stand_in = ModuleType("typeguard")
     stand_in.typechecked = lambda function, **_: function  # type: ignore[attr-defined]
+    stand_in.__spec__ = importlib.machinery.ModuleSpec("typeguard", None)  # jaxtyping looks for it
     found, sys.modules["typeguard"] = sys.modules.get("typeguard"), stand_in
     try:
         yield
