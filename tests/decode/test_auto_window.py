@@ -3,17 +3,16 @@
 import dataclasses
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode.auto_window import next_rung, rung_in_play
+from wedlm_jax.decode.auto_window import next_window, window_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request
 from wedlm_jax.decode.verified import widths
-from wedlm_jax.decode.widest_window import ACCEPTED, AUTO_WINDOWS, FED, widest_rung, widest_window
+from wedlm_jax.decode.widest_window import ACCEPTED, AUTO_WINDOWS, FED, widest_window
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
 
 from ..conftest import FULL
@@ -40,8 +39,7 @@ PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
     ],
 )
 def test_the_window_doubles_at_half_accepted_and_halves_where_no_draft_was_right(window, lead, accepted, then):
-    rung = next_rung(jnp.array([AUTO_WINDOWS.index(window)]), jnp.array([lead]), jnp.array([accepted]))
-    assert AUTO_WINDOWS[int(rung[0])] == then
+    assert next_window(*(jnp.array([x]) for x in (window, lead, accepted))).tolist() == [then]
 
 
 def batch_of(rows: int, slot_cost: float, **fields) -> Batch:
@@ -51,21 +49,23 @@ def batch_of(rows: int, slot_cost: float, **fields) -> Batch:
     return Batch(model, [make_request(model, [1], config, row=row, name="prompt") for row in range(rows)])
 
 
-@pytest.mark.parametrize(("running", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (64, 8)])
-def test_the_more_rows_run_the_narrower_is_the_window(running, widest):
-    rows = 64
-    batch = batch_of(rows, ON_ACCELERATOR)
-    state = dataclasses.replace(
-        batch.state, rung=jnp.full(rows, len(AUTO_WINDOWS) - 1), finish=jnp.where(jnp.arange(rows) < running, 0, 1)
-    )
-    assert {AUTO_WINDOWS[rung] for rung in np.asarray(rung_in_play(state, batch.settings)).tolist()} == {widest}
+@pytest.mark.parametrize(("rows", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (64, 8)])
+def test_the_more_rows_the_narrower_is_the_window(rows, widest):
+    assert widest_window(rows, ON_ACCELERATOR) == widest
+
+
+@pytest.mark.parametrize("running", [1, 64])
+def test_rows_that_have_finished_narrow_it_as_well_because_a_forward_computes_them(running):
+    batch = batch_of(64, ON_ACCELERATOR)
+    state = dataclasses.replace(batch.state, finish=jnp.where(jnp.arange(64) < running, 0, 1))
+    assert window_in_play(state, batch.settings).tolist() == [8] * 64
 
 
 @given(rows=st.integers(1, 256), slot_cost=st.floats(0, 1))
 def test_the_widest_window_accepts_most_for_its_cost(rows, slot_cost):
     gain = [of / (1 + slot_cost * rows * fed) for of, fed in zip(ACCEPTED, FED, strict=True)]
-    assert gain[int(widest_rung(rows, slot_cost))] >= (1 - 1e-5) * max(gain)
-    assert widest_rung(rows + 1, slot_cost) <= widest_rung(rows, slot_cost) >= widest_rung(rows, 2 * slot_cost)
+    assert gain[AUTO_WINDOWS.index(widest_window(rows, slot_cost))] == max(gain)
+    assert widest_window(rows + 1, slot_cost) <= widest_window(rows, slot_cost) >= widest_window(rows, 2 * slot_cost)
 
 
 @pytest.mark.parametrize(

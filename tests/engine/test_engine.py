@@ -17,6 +17,7 @@ from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..decode.models import TINY, config_of, tiny_model
@@ -135,6 +136,17 @@ def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_wide
     assert [t.completion.text for t in tickets] == [TEXT] * 3
     assert len(served._groups) == 2 and {config.slots(model.slot_cost) for config in chosen} == {2 * widest}
     assert 0 < shown <= widest
+
+
+def test_an_automatic_window_goes_by_the_rows_of_the_group_however_few_of_them_run():
+    model = reciter(TEXT, end=True, tail="never shown")
+    model.slot_cost = ON_ACCELERATOR
+    served = engine(model, rows=20)
+    served.submit("x", settings("verified", window_size="auto"))
+    served._admit()
+    (group,) = served._groups.values()
+    assert widest_window(1, ON_ACCELERATOR) > widest_window(20, ON_ACCELERATOR)
+    assert group._settings.window_size.tolist() == [widest_window(20, ON_ACCELERATOR)] * 20
 
 
 def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing():

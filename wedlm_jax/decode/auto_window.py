@@ -1,9 +1,10 @@
-"""window_size="auto" of verified decoding: a window for every row and step, from {4, 8, 16, 32}, by acceptance, batch fill and
-the cost of a slot.
+"""window_size="auto" of verified decoding: a window for every row and step, from {4, 8, 16, 32}, by acceptance, the rows of a
+forward and the cost of a slot.
 
 A wide window drafts further ahead, and costs a slot of every forward for each draft and mask. So it halves where none of a step's
 drafts was right, and doubles where half of the window was accepted at once; but not beyond the one that gains most by the clock
-for as many rows as run (`widest_window.py`). The tokens are those of AR at any window: only counters can change.
+for as many rows as a forward computes (`widest_window.py`). That count does not fall as rows finish: they are computed all the
+same. The tokens are those of AR at any window: only counters can change.
 """
 
 from __future__ import annotations
@@ -13,26 +14,20 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.decode.widest_window import AUTO_WINDOWS, widest_rung
-
-
-def rung_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
-    """int32 [B]: the place in AUTO_WINDOWS of the window that a row gets in this step."""
-    return jnp.minimum(state.rung, widest_rung(jnp.sum(state.running), settings.slot_cost))
+from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 
 
 def window_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:
     """int32 [B]: W of every row in this step."""
-    return jnp.array(AUTO_WINDOWS)[rung_in_play(state, settings)] if settings.adapts else settings.window_size
+    return jnp.minimum(state.auto_window, settings.window_size) if settings.adapts else settings.window_size
 
 
-def rung_after(state: DecodeState, settings: RowSettings, lead: jax.Array, accepted: jax.Array) -> jax.Array:
-    """int32 [B]: the next step's `DecodeState.rung`; `next_rung` of what was in play."""
-    return next_rung(rung_in_play(state, settings), lead, accepted) if settings.adapts else state.rung
+def window_after(state: DecodeState, settings: RowSettings, lead: jax.Array, accepted: jax.Array) -> jax.Array:
+    """int32 [B]: the next step's `DecodeState.auto_window`; `next_window` of what was in play."""
+    return next_window(window_in_play(state, settings), lead, accepted) if settings.adapts else state.auto_window
 
 
-def next_rung(rung: jax.Array, lead: jax.Array, accepted: jax.Array) -> jax.Array:
-    """After a step with the windows of `rung` [B] that accepted so many [B] of `lead` [B] slots, the pending one among them."""
-    window = jnp.array(AUTO_WINDOWS)[rung]
-    moved = rung + (2 * accepted >= window) - ((accepted == 1) & (lead > 1))
-    return jnp.clip(moved, 0, len(AUTO_WINDOWS) - 1)
+def next_window(window: jax.Array, lead: jax.Array, accepted: jax.Array) -> jax.Array:
+    """After a step with these windows [B] that accepted so many [B] of `lead` [B] slots, the pending one among them."""
+    narrowed = jnp.where((accepted == 1) & (lead > 1), window // 2, window)
+    return jnp.clip(jnp.where(2 * accepted >= window, 2 * window, narrowed), AUTO_WINDOWS[0], AUTO_WINDOWS[-1])

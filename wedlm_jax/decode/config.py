@@ -35,7 +35,7 @@ class DecodeConfig:
     decoder: Decoder = "streaming"
     window_size: int | Literal["auto"] = DEFAULT_WINDOW
     """W: masks in play (streaming, verified); at most W - 1 drafts (lookup). auto: 4 to 32, for each row and step by what was
-    accepted and how many rows run (verified); 16 (others)."""
+    accepted and how many rows a forward computes (verified); 16 (others)."""
     entropy_threshold: float | Literal["auto"] | None = "auto"
     """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 (streaming, unless calibrated) or 0.7
     (verified)."""
@@ -215,8 +215,7 @@ def _power_of_two(n: int) -> int:
 class RowSettings:
     """The traced settings of B rows."""
 
-    window_size: jax.Array  # int32 [B]
-    slot_cost: jax.Array  # float32 [B]: of the model, the same for all
+    window_size: jax.Array  # int32 [B]; of "auto" the widest
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
@@ -236,9 +235,17 @@ class RowSettings:
     draws: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def from_configs(cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float) -> RowSettings:
-        """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved; `rows` are the row numbers that seed
-        the noise."""
+    def from_configs(
+        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float, batch: int | None = None
+    ) -> RowSettings:
+        """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved.
+
+        Args:
+          rows: the row numbers that seed the noise.
+          slot_cost: of the model.
+          batch: rows of the forwards that these will be part of; they alone, unless given.
+        """
+        widest = widest_window(batch or len(configs), slot_cost)
 
         def column(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(c, name) for c in configs], dtype)
@@ -246,8 +253,7 @@ class RowSettings:
         width = max(c.stop_id_slots for c in configs)
         stop_ids = [[*(c.stop_ids or ()), *[-1] * (width - len(c.stop_ids or ()))] for c in configs]
         columns = dict(
-            window_size=column("window", "int32"),
-            slot_cost=np.full(len(configs), slot_cost, "float32"),
+            window_size=np.array([widest if c.adapts else c.window for c in configs], "int32"),
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),

@@ -71,7 +71,7 @@ def begin(
         output=jnp.zeros((B, output_slots), jnp.int32),
         log_probs=jnp.zeros((B, output_slots), jnp.float32),
         generated=zeros,
-        rung=jnp.full(B, len(AUTO_WINDOWS) - 1, jnp.int32),
+        auto_window=jnp.full(B, AUTO_WINDOWS[-1], jnp.int32),
         finish=jnp.full(B, RUNNING, jnp.int32),
         forwards=zeros,
         processed=zeros,

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from wedlm_jax.decode.auto_window import rung_after, window_in_play
+from wedlm_jax.decode.auto_window import window_after, window_in_play
 from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import select_drafts
@@ -63,7 +63,7 @@ def verified_step(
         state,
         window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
         filled=pending | (state.filled & behind) | filling,
-        rung=rung_after(before, settings, lead, accepted),
+        auto_window=window_after(before, settings, lead, accepted),
     )
     return advance(state, kept), record
 

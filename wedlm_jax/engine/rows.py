@@ -120,7 +120,9 @@ class RowGroup:
         prompts = np.zeros((len(arrivals), self._context), np.int32)
         for prompt, request in zip(prompts, requests, strict=True):
             prompt[: len(request.prompt)] = request.prompt
-        own = RowSettings.from_configs([r.config for r in requests], [r.row for r in requests], self._slot_cost)
+        own = RowSettings.from_configs(
+            [r.config for r in requests], [r.row for r in requests], self._slot_cost, batch=len(self.rows)
+        )
         rows, sources, start, stop = (
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
             for name in ("row", "source_row", "start", "stop")
