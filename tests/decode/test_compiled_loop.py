@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.decode import batches, window
+from wedlm_jax.decode import batches, generation, window
 from wedlm_jax.decode import loop as decode_loop
 from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request
+from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request, row_bucket
 from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
 from wedlm_jax.engine import programs
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
 
@@ -73,17 +74,46 @@ def test_another_shape_is_another_program():
     assert [now - then for now, then in zip(compiled(), before, strict=True)] == [3, 3]
 
 
-@pytest.mark.parametrize("number, batch_size, rows", [(7, 3, [3] * 3), (7, 6, [4] * 2)])
+def test_another_number_of_prompts_compiles_nothing_and_rows_that_fill_up_show_nowhere(caplog):
+    config = config_of("verified", temperature=0.7, stop_ids=(5,))
+    prompts = [[1 + i % 5] * (1 + i) for i in range(6)]
+    five = generate(tiny_model(), prompts[:5], config)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        six = generate(tiny_model(), prompts, config)
+    assert not [r.message for r in caplog.records if "Compiling" in r.message]
+    assert len(five) == 5 and six[:5] == five
+    by_steps = generate(tiny_model(), prompts[:5], config, trace=True)
+    assert [dataclasses.replace(c, trace=None) for c in by_steps] == five
+    assert [len(c.trace) for c in by_steps] == [c.stats.forwards for c in five]
+
+
+def test_rows_fall_into_buckets_and_over_a_mesh_every_part_of_it_has_as_many():
+    """Rounding adds less than half."""
+    assert [row_bucket(n) for n in range(1, 18)] == [1, 2, 3, 4, 6, 6, 8, 8, *[12] * 4, *[16] * 4, 24]
+    assert all(n <= row_bucket(n) < 1.5 * n for n in range(1, 999))
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8])
+    assert [row_bucket(n, mesh) for n in (1, 4, 5, 8, 20)] == [4, 4, 8, 8, 24]
+
+
+@pytest.mark.parametrize("number, batch_size, rows", [(7, 3, [3] * 3), (7, 6, [4] * 2), (5, 16, [6])])
 def test_batches_of_a_file_have_one_shape_whatever_its_number_and_fill_up_without_a_trace(
     monkeypatch, number, batch_size, rows
 ):
     config, model, seen = config_of("verified", temperature=0.7), tiny_model(), []
-    decode = batches.decode_batch
-    monkeypatch.setattr(batches, "decode_batch", lambda *args: seen.append(len(args[1])) or decode(*args))
     prompts = [[1 + i % 5] * (1 + i) for i in range(number)]
     requests = [make_request(model, prompt, config, row=row, name="") for row, prompt in enumerate(prompts)]
-    assert list(in_batches(model, requests, batch_size=batch_size)) == generate(model, prompts, config)
+    expected, batch = generate(model, prompts, config), generation.Batch
+    monkeypatch.setattr(generation, "Batch", lambda *args: seen.append(len(args[1])) or batch(*args))
+    assert list(in_batches(model, requests, batch_size=batch_size)) == expected
     assert seen == rows
+
+
+def test_no_batch_of_a_file_has_more_rows_than_asked_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(batches, "decode_batch", lambda model, requests, trace, rows: seen.append(rows) or requests)
+    for batch_size in range(1, 18):
+        assert list(in_batches(tiny_model(), range(17), batch_size=batch_size)) == list(range(17))
+        assert max(seen) <= batch_size
 
 
 def test_greedy_rows_alone_make_a_program_without_draws_and_draw_nothing_beside_others():

@@ -8,6 +8,7 @@ import pytest
 from tests.evals.models import tiny_model
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
+from wedlm_jax.decode import generation
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
@@ -102,6 +103,13 @@ def test_a_speed_of_a_real_model_is_of_the_tokens_that_it_decodes():
     assert ar.equal_to_ar == fast.equal_to_ar == 2  # verified decoding is exact
     assert ar.tokens_per_forward == ar.p_cache == 1 and ar.generated_tokens == fast.generated_tokens
     assert ar.seconds > 0 and not math.isinf(ar.tokens_per_second)
+
+
+def test_what_is_timed_is_a_batch_of_exactly_the_rows_asked_for(monkeypatch):
+    seen, batch = set(), generation.Batch
+    monkeypatch.setattr(generation, "Batch", lambda *args: seen.add(len(args[1])) or batch(*args))
+    compare(tiny_model(), Work("echo", 5, 24, 2), PROBLEMS, [AR], Rates(1e9, 1e9), repeats=1)
+    assert seen == {5}
 
 
 def test_the_first_token_of_a_block_is_there_when_the_block_is():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
-from wedlm_jax.decode.generation import Request, decode_batch
+from wedlm_jax.decode.generation import Request, decode_batch, row_bucket
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.model.handle import Model
 
@@ -27,11 +26,6 @@ def in_batches(
       UserError: a batch does not fit in memory.
     """
     batches = -(-len(requests) // batch_size)
-    rows = -(-len(requests) // batches)
-    shortest = min(requests, key=lambda request: len(request.prompt))
-    # What fills the last batch up, always fewer rows than there are batches, ends with its first token.
-    filler = shortest._replace(config=dataclasses.replace(shortest.config, max_new_tokens=1))
+    rows = min(row_bucket(-(-len(requests) // batches), model.weights.mesh), batch_size)
     for start in range(0, len(requests), rows):
-        batch = requests[start : start + rows]
-        filled_up = [*batch, *[filler] * (rows - len(batch))]
-        yield from decode_batch(model, filled_up, trace)[: len(batch)]
+        yield from decode_batch(model, requests[start : start + rows], trace, rows=rows)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings, integer
 from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
@@ -21,6 +22,7 @@ from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
+from wedlm_jax.sharding import RULES
 
 STEPS_BETWEEN_TEXTS = 8  # forwards after which the host looks for stop strings
 SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
@@ -41,7 +43,8 @@ def generate(
     n: int = 1,
     trace: bool = False,
 ) -> list[Completion]:
-    """Completes every prompt `n` times; prompts of one decoder and bucket run as one batch.
+    """Completes every prompt `n` times; prompts of one decoder and bucket run as one batch, whose rows are filled up to a number
+    that programs are compiled for (`row_bucket`).
 
     Args:
       model: from `wedlm_jax.load`.
@@ -75,7 +78,8 @@ def generate(
         groups.setdefault(key, []).append(request)
     completions: dict[int, Completion] = {}
     for group in groups.values():
-        for request, completion in zip(group, decode_batch(model, group, trace), strict=True):
+        rows = row_bucket(len(group), model.weights.mesh)
+        for request, completion in zip(group, decode_batch(model, group, trace, rows=rows), strict=True):
             completions[request.row] = completion
     return [completions[row] for row in range(len(requests))]
 
@@ -241,21 +245,28 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
     return fields
 
 
-def decode_batch(model: Model, requests: Sequence[Request], trace: bool) -> list[Completion]:
-    """Decodes requests of one decoder, refill rule and window bucket as one batch."""
-    traces: list[list[dict]] = [[] for _ in requests]
+def decode_batch(
+    model: Model, requests: Sequence[Request], trace: bool, *, rows: int | None = None
+) -> list[Completion]:
+    """Decodes requests of one decoder, refill rule and window bucket as one batch of `rows` rows; None: of as many as there are
+    requests."""
+    shortest = min(requests, key=lambda request: len(request.prompt))
+    # What fills the batch up ends with its first token.
+    filler = shortest._replace(config=dataclasses.replace(shortest.config, max_new_tokens=1))
+    filled_up = [*requests, *[filler] * ((rows or 0) - len(requests))]
+    traces: list[list[dict]] = [[] for _ in filled_up]
     with memory_errors(requests):
-        batch = Batch(model, requests)
+        batch = Batch(model, filled_up)
         if trace:
             for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
                 for row in np.flatnonzero(np.asarray(record.running)):
                     traces[row].append(trace_entry(record, int(row)))
         else:
             state = batch.run()
-        completions = batch.completions(state)
+        completions = batch.completions(state)[: len(requests)]
     if not trace:
         return completions
-    return [dataclasses.replace(c, trace=t) for c, t in zip(completions, traces, strict=True)]
+    return [dataclasses.replace(c, trace=t) for c, t in zip(completions, traces, strict=False)]
 
 
 @contextlib.contextmanager
@@ -279,3 +290,12 @@ def memory_errors(requests: Sequence[Request]) -> Iterator[None]:
 def bucket(n: int) -> int:
     """`n` rounded up to a length that programs are compiled for."""
     return SMALLEST_BUCKET << max(0, (-(-n // SMALLEST_BUCKET) - 1).bit_length())
+
+
+def row_bucket(n: int, mesh: Mesh | None = None) -> int:
+    """`n` rounded up to a number of rows that programs are compiled for: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...; over a mesh, as many
+    for each of the parts that it cuts a batch into."""
+    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    of_a_part = -(-n // parts)
+    power = 1 << (of_a_part - 1).bit_length()
+    return parts * (power * 3 // 4 if of_a_part <= power * 3 // 4 else power)

@@ -13,11 +13,10 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.first_drafts import masks_in_prefill
-from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
-from wedlm_jax.evals.sweep import Generate
+from wedlm_jax.evals.sweep import Generate, generate_rows
 from wedlm_jax.model.handle import Model
 
 
@@ -116,7 +115,7 @@ def compare(
     rates: Rates,
     *,
     repeats: int,
-    generate: Generate = generate,
+    generate: Generate = generate_rows,
     baselines: Sequence[Baseline] = (),
 ) -> list[Speed]:
     """Every decoder, and then every baseline, in turns on the same prompts.
@@ -128,7 +127,7 @@ def compare(
       configs: of the decoders; the first one is AR, that the others are set against.
       rates: of this machine.
       repeats: timed calls of each, after one that compiles.
-      generate: `wedlm_jax.generate`, or what a test puts in its place.
+      generate: `generate_rows`, or what a test puts in its place.
       baselines: other engines, which decode by AR; they time themselves.
     """
     assert configs[0].decoder == "ar"

@@ -85,9 +85,10 @@ def settings_of(config: EvaluationConfig, *, with_base: bool) -> list[Setting]:
 
 
 def generate_rows(
-    model: Model, prompts: Sequence[list[int]], config: DecodeConfig, first_row: int, trace: bool = False
+    model: Model, prompts: Sequence[list[int]], config: DecodeConfig, first_row: int = 0, trace: bool = False
 ) -> list[Completion]:
-    """`generate`, with rows numbered from `first_row` on: noise depends on the row, so no two calls of a run may share one."""
+    """`generate`, in a batch of just these prompts, with rows numbered from `first_row` on: noise depends on the row, so no two
+    calls of a run may share one."""
     requests = [
         make_request(model, prompt, config, row=row, name=f"prompt {row}")
         for row, prompt in enumerate(prompts, first_row)
