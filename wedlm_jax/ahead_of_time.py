@@ -20,7 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from wedlm_jax.data.packing import PackedBatch
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.metrics.throughput import PEAK_FLOPS
 from wedlm_jax.model.config import ModelConfig
@@ -119,7 +119,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
     try:
         compiled = traced.lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         used = re.search(r"Used ([\d.]+\w+) of ([\d.]+\w+) hbm", str(error))
         need = f"needs {used[1]} of the {used[2]} of a chip" if used else str(error).partition("\n")[0]

@@ -21,6 +21,11 @@ class UserError(ValueError):
     """
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether a `JaxRuntimeError` says that what a device was asked for does not fit in its memory."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 @contextlib.contextmanager
 def writing(path: Path, mend: str = "make room or name another place") -> Iterator[None]:
     """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it."""

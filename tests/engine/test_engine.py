@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 
 import jax
 import pytest
@@ -228,6 +229,29 @@ def test_groups_take_turns_where_the_limit_leaves_room_for_one():
         assert len(served._groups) == 1
         assert by_turns[1].done or not later[-1].done
     assert {t.completion.text for t in [*by_turns, *later]} == {"abcdef"}
+
+
+def test_where_a_new_cache_does_not_fit_in_memory_idle_ones_are_closed_before_a_request_fails(monkeypatch):
+    """The device has room for one. A group that runs is not closed."""
+    opened: list[weakref.ref] = []
+
+    def room_for_one(*args):
+        if any(group() is not None for group in opened):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        group = RowGroup(*args)
+        opened.append(weakref.ref(group))
+        return group
+
+    monkeypatch.setattr("wedlm_jax.engine.engine.RowGroup", room_for_one)
+    model = reciter("abcdefgh")
+    served = engine(model)
+    texts = [served.submit("x", settings(loop)).result().text for loop in ("ar", "verified", "ar")]
+    assert texts == [generate(model, ["x"], settings("ar"))[0].text] * 3 and len(opened) == 3
+    running = served.submit("x", settings("ar"))
+    served.step()
+    with pytest.raises(UserError, match="out of memory"):
+        served.submit("x", settings("verified")).result()
+    assert running.result().text == texts[0]
 
 
 def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(monkeypatch):

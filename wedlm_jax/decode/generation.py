@@ -20,7 +20,7 @@ from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.sharding import RULES
 
@@ -275,7 +275,7 @@ def memory_errors(requests: Sequence[Request]) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         config = requests[0].config
         windows, blocks = f" and a window of {config.window_size}", f" and blocks of {config.block_size}"

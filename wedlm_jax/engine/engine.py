@@ -17,7 +17,7 @@ from wedlm_jax.engine.memory import cache_bytes, cache_slots, in_words
 from wedlm_jax.engine.prefix import WORTH_WAITING, choose_row, longest_prefix, shared_length
 from wedlm_jax.engine.rows import Arrival, RowGroup
 from wedlm_jax.engine.ticket import Ticket
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.handle import Model
 
 LOG = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ class Engine:
       steps: decode steps of one run, k. Fewer answer sooner to arrivals, cancellations and stop strings; more cost less
         host time.
       queue: requests that may wait for a row; `submit` refuses the next one.
-      cache_limit: bytes that the caches may take; None = no limit. Idle groups are closed to stay below it. While a
-        request is started, one row more is in use.
+      cache_limit: bytes that the caches may take; None = as many as the device has. Idle groups are closed to stay below it.
+        While a request is started, one row more is in use.
 
     Raises:
       UserError: a setting is out of range.
@@ -225,10 +225,11 @@ class Engine:
         return cache_slots(self.context, config.slots(self.model.slot_cost))
 
     def _open(self, key: tuple, config: DecodeConfig) -> bool:
-        """Takes the cache of a new group; False where that has to wait for rows that run."""
+        """Takes the cache of a new group, and closes idle ones where there is no room; False where it has to wait for rows that
+        run."""
         size = self.bytes_for(config)
+        idle = sorted((g.used, k) for k, g in self._groups.items() if not g.busy)
         if self._cache_limit is not None:
-            idle = sorted((g.used, k) for k, g in self._groups.items() if not g.busy)
             while self.cache_bytes + size > self._cache_limit and idle:
                 self._groups.pop(idle.pop(0)[1])
             if self.cache_bytes + size > self._cache_limit:
@@ -237,8 +238,15 @@ class Engine:
             "taking a cache of %s: %d rows of %d slots for decoder=%s",
             in_words(size), self._num_rows, self._cache_slots(config), config.decoder,
         )  # fmt: skip
-        self._groups[key] = RowGroup(self.model, config, self._num_rows, self.context)
-        return True
+        try:
+            self._groups[key] = RowGroup(self.model, config, self._num_rows, self.context)
+            return True
+        except jax.errors.JaxRuntimeError as error:
+            if not (out_of_memory(error) and idle):
+                raise
+        for _, other in idle:
+            del self._groups[other]
+        return self._open(key, config)
 
     def _require_memory(self, config: DecodeConfig) -> None:
         size = self.bytes_for(config)
@@ -255,7 +263,7 @@ class Engine:
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not out_of_memory(error):
                 raise
             held = self.cache_bytes
             group = self._groups.pop(key, None)

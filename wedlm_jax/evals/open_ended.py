@@ -18,7 +18,7 @@ from wedlm_jax.data.stdlib_code import CodeFile
 from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.evals.sweep import Row, Setting, setting_by_setting
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
@@ -96,7 +96,7 @@ def judge(model: Model, prompt: Sequence[int], ids: Sequence[int]) -> Judged:
         parts = _judge(graph, params, tokens[None], np.int32(len(prompt)), np.int32(len(prompt) + len(ids)))
         mean_entropy, nats, feature = (np.asarray(x) for x in parts)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         raise UserError(
             f"out of memory with one forward over {len(tokens)} tokens, which judges a text of {len(ids)} behind a prompt of "
