@@ -36,12 +36,12 @@ def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
     command.main()
     results = json.loads((out / "open_ended.json").read_text())
-    labels = ["AR", "block-wise", "streaming, tau=inf", "verified"]
+    labels = ["AR", "block-wise", "streaming, tau=inf", "lookup", "verified"]
     assert [m["label"] for m in results["measures"]] == labels
     assert [set(text) for text in results["texts"]] == [{"prompt", "level", *labels}] * 3
     assert [text["prompt"] for text in results["texts"]] == [f"Once upon {i}" for i in range(3)]
     assert all(m["mauve"] is None and m["perplexity"] > 1 for m in results["measures"])
-    assert len(results["rows"]) == 3 * 4 and len(results["entropies"]) == 3
+    assert len(results["rows"]) == 3 * 5 and len(results["entropies"]) == 3
     assert (out / "open_ended.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(capsys.readouterr().out.split())
     for title in (said, pictures[0].get_suptitle()):  # what is not the default
@@ -110,7 +110,10 @@ def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeyp
     [
         (("--limit", "0"), "--limit 0: must be at least 1"),
         (("--entropy-threshold", "1"), "--entropy-threshold does nothing here; use --thresholds"),
-        (("--decoder", "ar"), "--decoder ar: AR, block-wise, streaming and verified are compared; leave it out"),
+        (
+            ("--decoder", "ar"),
+            "--decoder ar: AR, block-wise, streaming, lookup and verified are compared; leave it out",
+        ),
         (("--input", "ids.jsonl"), "ids.jsonl:1: prompt_ids are no text; give prompt or messages"),
         (("--input", "in.jsonl", "--code", "library"), "--code goes with excerpts of code; leave out --input"),
         (("--code", "nowhere"), "--code=nowhere is not a folder"),

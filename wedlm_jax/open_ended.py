@@ -1,5 +1,5 @@
-"""Continue text that has no right answer, by AR, block-wise, streaming and verified decoding: what the texts are worth, and how
-fast they come by the entropy of their prompts.
+"""Continue text that has no right answer, by AR, block-wise, streaming, lookup and verified decoding: what the texts are worth,
+and how fast they come by the entropy of their prompts.
 
 python -m wedlm_jax.open_ended --model runs/stdlib_code --out open_ended
 python -m wedlm_jax.open_ended --model DIR --input stories.jsonl --temperature 0.8 --top-p 0.95
@@ -63,9 +63,10 @@ class OpenEndedFlags:
 
 
 def settings_of(args: OpenEndedFlags) -> list[Setting]:
-    """AR, block-wise, streaming at every tau, verified."""
+    """AR, block-wise, streaming at every tau, lookup, verified."""
     streaming = [(f"streaming, tau={tau:g}", "streaming", dict(entropy_threshold=tau)) for tau in args.thresholds]
-    rows = [("AR", "ar", {}), ("block-wise", "blockwise", {}), *streaming, ("verified", "verified", {})]
+    rows = [("AR", "ar", {}), ("block-wise", "blockwise", {}), *streaming]
+    rows += [("lookup", "lookup", {}), ("verified", "verified", {})]
     return [
         Setting(label, ADAPTED, args.decode.by(decoder, **changes))  # type: ignore[arg-type]
         for label, decoder, changes in rows
@@ -193,7 +194,7 @@ def main() -> None:
     refuse_beside(args.decode, DecodeConfig(), {"entropy_threshold": "--thresholds"})
     if args.decode.decoder != DecodeConfig.decoder:
         raise UserError(
-            f"--decoder {args.decode.decoder}: AR, block-wise, streaming and verified are compared; leave it out"
+            f"--decoder {args.decode.decoder}: AR, block-wise, streaming, lookup and verified are compared; leave it out"
         )
     if args.input is not None and (args.mauve or args.code is not None):
         flag = "--mauve" if args.mauve else "--code"
