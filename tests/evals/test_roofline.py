@@ -15,14 +15,22 @@ CACHE = 2 * 2 * 4  # keys and values of a slot, both layers
 
 
 def test_where_reading_takes_longer_it_is_the_weights_and_the_cache_once():
-    seconds = forward_seconds(CONFIG, Rates(flops=1e30, bytes=10.0), rows=3, slots=4, context=50)
+    seconds = forward_seconds(CONFIG, Rates(flops=1e30, bytes=10.0), rows=3, slots=4, read=4, context=50)
     assert seconds == pytest.approx((WEIGHTS + 3 * 50 * CACHE) * 4 / 10)
 
 
 def test_where_computing_takes_longer_it_is_every_slot_through_the_weights_and_over_the_context():
-    seconds = forward_seconds(CONFIG, Rates(flops=10.0, bytes=1e30), rows=3, slots=4, context=50)
+    seconds = forward_seconds(CONFIG, Rates(flops=10.0, bytes=1e30), rows=3, slots=4, read=4, context=50)
     scores = 2 * 2 * 2 * 4 * 50  # two products, two layers, two heads of 4
     assert seconds == pytest.approx(2 * (WEIGHTS + scores) * 3 * 4 / 10)
+
+
+def test_a_slot_that_is_not_read_leaves_keys_and_values_and_in_the_last_layer_nothing_else():
+    rates = Rates(flops=10.0, bytes=1e30)
+    seconds = [forward_seconds(CONFIG, rates, rows=3, slots=4, read=read, context=50) for read in (4, 3)]
+    scores = 2 * 2 * 4 * 50  # two products, two heads of 4, the last layer alone
+    spared = 100 * 8 + 2 * 8 * 8 + 3 * 8 * 16 + scores  # the output layer, q and o, the MLP
+    assert seconds[0] - seconds[1] == pytest.approx(2 * spared * 3 / 10)
 
 
 def test_rates_are_measured_on_this_machine():

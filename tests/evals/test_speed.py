@@ -93,9 +93,21 @@ def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
     assert (ar.p_cache, fast.p_cache) == (1.0, 0.5)
     assert (ar.forward_milliseconds, fast.forward_milliseconds) == pytest.approx((1000.0, 1000 / 3))
     assert (ar.equal_to_ar, fast.equal_to_ar) == (2, 1)
-    by_rates = [forward_seconds(tiny_model().config, Rates(1e9, 1e9), rows=2, slots=n, context=28) for n in (1, 3)]
+    by_rates = [
+        forward_seconds(tiny_model().config, Rates(1e9, 1e9), rows=2, slots=n, read=n, context=28) for n in (1, 3)
+    ]
     assert [1e-3 * x.roofline_milliseconds for x in (ar, fast)] == pytest.approx(by_rates)
     assert 0 < ar.roofline_milliseconds < fast.roofline_milliseconds  # three times as many slots are fed
+
+
+@pytest.mark.parametrize(
+    "config", [DecodeConfig(window_size=2), DecodeConfig("blockwise", block_size=2)], ids=lambda c: c.decoder
+)
+def test_of_what_streaming_and_blockwise_feed_no_more_than_a_window_or_a_block_is_read(monkeypatch, config):
+    rates = Rates(1e9, 1e30)
+    _, ours = compare(tiny_model(), WORK, PROBLEMS, [AR, config], rates, repeats=1, generate=FakeGenerate(monkeypatch))
+    least = forward_seconds(tiny_model().config, rates, rows=2, slots=4, read=2, context=28)
+    assert 1e-3 * ours.roofline_milliseconds == pytest.approx(least)
 
 
 def test_a_speed_of_a_real_model_is_of_the_tokens_that_it_decodes():

@@ -51,18 +51,24 @@ def forward_bytes(config: ModelConfig, *, rows: int, context: float) -> float:
     return (_parameters(config) + cache) * jnp.dtype(config.dtype).itemsize
 
 
-def forward_seconds(config: ModelConfig, rates: Rates, *, rows: int, slots: float, context: float) -> float:
+def forward_seconds(
+    config: ModelConfig, rates: Rates, *, rows: int, slots: float, read: float, context: float
+) -> float:
     """The least time of one forward over the window slots of a batch: of reading, or of computing, whichever takes longer.
 
     Args:
       config: the model.
       rates: of the device.
       rows: B.
-      slots: window slots of a row that are fed; every one of them passes the output layer.
+      slots: window slots of a row that are fed.
+      read: those of them whose logits are wanted; the others leave keys and values, and in the last layer nothing else.
       context: cache slots that a row reads.
     """
-    scores = 4 * config.num_layers * config.num_heads * config.head_dim * rows * slots * context
-    flops = 2 * _parameters(config) * rows * slots + scores
+    queries = config.num_heads * config.head_dim
+    unread = config.hidden_size * (config.vocab_size + 2 * queries + 3 * config.intermediate_size)
+    products = _parameters(config) * slots - unread * (slots - read)
+    scores = 2 * queries * context * ((config.num_layers - 1) * slots + read)
+    flops = 2 * rows * (products + scores)
     return max(forward_bytes(config, rows=rows, context=context) / rates.bytes, flops / rates.flops)
 
 

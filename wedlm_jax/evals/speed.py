@@ -164,6 +164,13 @@ def compare(
         config.decoder: masks_in_prefill(config, work.batch, model.slot_cost) for config in configs
     }
 
+    # Streaming and block-wise feed what they have filled as well, but ask for the logits of masks alone.
+    most_read: dict[str, int] = {
+        config.decoder: config.block_size if config.decoder == "blockwise" else config.window
+        for config in configs
+        if config.decoder in ("streaming", "blockwise")
+    }
+
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
         stats = [completion.stats for completion in completions[whole]]
@@ -187,6 +194,7 @@ def compare(
                 rates,
                 rows=work.batch,
                 slots=slots,
+                read=min(slots, most_read.get(decoder, slots)),
                 context=work.prompt_tokens + generated / len(stats) / 2,
             ),
             median["ar", False] / median[whole] * generated / _generated(completions["ar", False]),
