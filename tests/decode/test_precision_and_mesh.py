@@ -15,7 +15,7 @@ from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 from ..conftest import FULL
-from .models import TINY, config_of, start_sizes, tiny_model
+from .models import LOOPS, TINY, config_of, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6], [3, 3]]
 EVEN = dataclasses.replace(TINY, vocab_size=12)  # a vocabulary that two devices can share
@@ -28,7 +28,7 @@ def cut_over(model: Model, mesh) -> Model:
     return dataclasses.replace(model, transformer=transformer_from(model.config, placed))
 
 
-@pytest.mark.parametrize("loop", ["verified", "ar"] if FULL else ["verified"])
+@pytest.mark.parametrize("loop", LOOPS if FULL else ["verified"])
 @pytest.mark.parametrize("sizes", [dict(data=1, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
 def test_several_devices_decode_what_one_decodes(loop, sizes):
     """Rows are cut over data and fsdp, heads and vocabulary over tensor."""

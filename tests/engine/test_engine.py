@@ -21,7 +21,8 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
-from ..decode.models import TINY, config_of, tiny_model
+from ..conftest import FULL
+from ..decode.models import LOOPS, TINY, config_of, tiny_model
 from ..decode.test_precision_and_mesh import EVEN, cut_over
 from ..decode.test_stream import TEXT, reciter, settings, tokenizer
 from .models import SIZES, engine, same, talk, talker
@@ -362,9 +363,10 @@ def test_greedy_requests_run_the_loop_without_draws_while_nothing_beside_them_is
     assert [loops_compiled_for(*wave) for wave in [(0.0,), (0.0, 0.9), (0.9,), (0.0, 0.0)]] == [1, 1, 0, 0]
 
 
-def test_rows_are_served_on_several_devices_as_on_one():
+@pytest.mark.parametrize("loop", LOOPS if FULL else ["verified"])
+def test_rows_are_served_on_several_devices_as_on_one(loop):
     """Rows are cut over the data axis, heads and vocabulary over the tensor axis."""
-    whole, config = tiny_model(0, EVEN), config_of("verified", temperature=0.7)
+    whole, config = tiny_model(0, EVEN), config_of(loop, temperature=0.7)
     cut = cut_over(whole, make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4]))
     prompts = [[1, 2, 3], [1, 2, 3, 4], [6], [1, 2, 3, 5, 5]]
     served = Engine(cut, rows=2, context=64, steps=2)
