@@ -43,7 +43,10 @@ CONFIG = {
     "a metric that is not measured": Case(
         f"{TRAIN} train.best_metric=validation_ar_loss", "is measured every train.eval_every=0 steps, so"
     ),
-    "no such experiment": Case("train --exp tinny --workdir fresh", "unknown experiment tinny; .*--list shows all"),
+    "no experiment": Case("train", "name an experiment: --exp NAME"),
+    "no such experiment": Case(
+        "train --exp quikstart --workdir fresh", r"unknown experiment quikstart; did you mean quickstart\? .*--list shows all"
+    ),
     "no such file": Case("train --exp tinny.py --workdir fresh", "tinny.py: no such file"),
     "no such function": Case(f"{TRAIN.replace('.py', '.py:small')}", "tiny.py has no function small; name one as --exp"),
     "a function that fails": Case(
@@ -57,12 +60,14 @@ CONFIG = {
         "--workdir stopped@best: names a checkpoint of stopped wherever a model is read; choose a name without @best",
     ),
     "a model of another size": Case(
-        f"{TRAIN} init_from=exported model.num_layers=3", r"is another model than model \(num_layers: 2 -> 3\); set model to None"
+        f"{TRAIN} init_from=exported model.num_layers=3 model.remat=full",
+        r"is another model than model \(num_layers: 2 -> 3\); set model to None"
     ),
     "no model at all": Case(f"{TRAIN} model=none", "model and init_from are both None; name a model .* as model.path=DIR"),
     "a model that is not there": Case(
         f"{TRAIN} model=none init_from=runs/base", "init_from=runs/base does not exist; python -m wedlm_jax.train --exp base"
     ),
+    "a folder of a model that is not there": Case(f"{TRAIN} model=none init_from=./absent", r"\./absent: no such directory"),
     "a tokenizer larger than the model": Case(
         f"{TRAIN} model.vocab_size=280",
         r"the tokenizer has \d+ tokens and the model has vocab_size=280 rows; raise model.vocab_size"
