@@ -18,6 +18,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
+from matplotlib.figure import Figure
 
 FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
 
@@ -51,3 +52,16 @@ def few_memory_maps():
     if maps.exists() and len(maps.read_text().splitlines()) > MANY_MAPS:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is saved, so that a test can read what is written in it."""
+    seen, save = [], Figure.savefig
+
+    def savefig(figure, *arguments, **options):
+        seen.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return seen

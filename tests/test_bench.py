@@ -6,7 +6,6 @@ import sys
 import weakref
 
 import pytest
-from matplotlib import pyplot as plt
 
 from tests.bad_input import full_disk
 from tests.baselines.engines import with_fake_engines
@@ -38,9 +37,9 @@ def run(monkeypatch, capsys, *args):
     return status, shown.out, shown.err
 
 
-def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypatch, capsys, model_dir, tmp_path):
-    pictures = []
-    monkeypatch.setattr(plt, "close", pictures.append)
+def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(
+    monkeypatch, capsys, model_dir, tmp_path, figures
+):
     status, out, err = run(
         monkeypatch, capsys, "--model", model_dir, "--tasks", "counting", "--decoders", "verified", "lookup",
         "--batches", 1, 2, 1, "--prompts", 0, 4096, "--outputs", 6, "--repeats", 1, "--window-size", 4, "--out", tmp_path / "out",
@@ -53,7 +52,7 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(monkeypat
     assert all(row["equal_to_ar"] == row["work"]["batch"] for row in results["rows"])
     assert (tmp_path / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(out.split())
-    assert "medians of 1, window_size=4" in said and pictures[0].get_suptitle().split()[-1] == "window_size=4"
+    assert "medians of 1, window_size=4" in said and figures[0].get_suptitle().split()[-1] == "window_size=4"
     assert "exceed the model's context of 512" in said  # not skipped in silence
     [prompt] = {row["work"]["prompt_tokens"] for row in results["rows"]}
     assert "GFLOP/s" in said and f"counting, batch 2, {prompt} (one problem) + 6 tokens" in said

@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from matplotlib import pyplot as plt
 
 from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import point
@@ -23,12 +22,10 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, model_dir, tmp_path):
+def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, model_dir, tmp_path, figures):
     flags = ("--tasks", "counting", "--limit", "2", "--thresholds", "inf", "--fill-rules", "each", "each", "--confidences", "0.5",
              "--window-size", "4", "--block-size", "4", "--max-new-tokens", "6", "--batch-size", "2", "--out",
              str(tmp_path / "out"))  # fmt: skip
-    pictures = []
-    monkeypatch.setattr(plt, "close", pictures.append)
     monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])
     command.main()
     points = json.loads((tmp_path / "out" / "cacheability.json").read_text())["tasks"]["counting"]["points"]
@@ -41,7 +38,7 @@ def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, mode
         "counting: streaming commits 95% of the filled tokens by the next forward with streaming, each, tau=inf" in said
     )
     assert "best p_cache among settings at least" in said
-    for title in (said, pictures[0].get_suptitle()):  # what is not the default
+    for title in (said, figures[0].get_suptitle()):  # what is not the default
         assert "window_size=4, block_size=4, max_new_tokens=6" in " ".join(title.split())
 
 

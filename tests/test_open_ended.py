@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from matplotlib import pyplot as plt
 from rich.console import Console
 
 from tests.evals.models import tiny_model
@@ -28,11 +27,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys, folder):
+def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys, folder, figures):
     out = folder / "out"
     flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
-    pictures = []
-    monkeypatch.setattr(plt, "close", pictures.append)
     monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
     command.main()
     results = json.loads((out / "open_ended.json").read_text())
@@ -44,7 +41,7 @@ def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys,
     assert len(results["rows"]) == 3 * 5 and len(results["entropies"]) == 3
     assert (out / "open_ended.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(capsys.readouterr().out.split())
-    for title in (said, pictures[0].get_suptitle()):  # what is not the default
+    for title in (said, figures[0].get_suptitle()):  # what is not the default
         assert "window_size=4, block_size=4" in " ".join(title.split())
     assert "repeated" in said and "By mean entropy of the prompt" in said and "…" not in said
 

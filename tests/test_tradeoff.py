@@ -5,7 +5,6 @@ import json
 import sys
 
 import pytest
-from matplotlib import pyplot as plt
 
 from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import AR, point
@@ -21,11 +20,9 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, capsys, model_dir, tmp_path):
+def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, capsys, model_dir, tmp_path, figures):
     flags = ("--task", "counting", "--limit", "2", "--windows", "4", "--thresholds", "0.1", "inf", "0.1", "--penalties", "0",
              "1", "--max-new-tokens", "6", "--no-reorder", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
-    pictures = []
-    monkeypatch.setattr(plt, "close", pictures.append)
     monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
     command.main()
     results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
@@ -38,7 +35,7 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
     said = " ".join(capsys.readouterr().out.split())
     for finding in ("AR solves none of the problems", "Rank correlation of tokens/s with p_cache"):
         assert finding in said
-    for title in (said, pictures[0].get_suptitle()):  # what is not the default
+    for title in (said, figures[0].get_suptitle()):  # what is not the default
         assert "reorder=False, max_new_tokens=6" in " ".join(title.split())
     assert "Pareto front" not in said and "No setting" not in said and "*" not in said
 

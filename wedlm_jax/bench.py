@@ -41,7 +41,7 @@ from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
 from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
@@ -187,9 +187,8 @@ def finish(args: Bench, found: Found, console: Console) -> None:
         console.print(line)
     if args.out is not None:
         save(args, found)
-        with replacing(args.out / "bench.png") as partial:
-            changes = args.decode.changes(Bench.decode)
-            plot_speeds(found.speeds, partial, ", ".join([f"{args.model} on {device()}", *changes]))
+        title = ", ".join([f"{args.model} on {device()}", *args.decode.changes(Bench.decode)])
+        save_figure(args.out / "bench.png", plot_speeds(found.speeds, title))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
 
 

@@ -24,7 +24,7 @@ from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -105,8 +105,8 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
             console.print(line, highlight=False)
     console.print(P_CACHE_NOTE, style="dim")
     if args.out is not None:
-        with replacing(args.out / "cacheability.png") as partial:
-            plot_cacheability({name: points for name, (_, points) in measured.items()}, partial, f"{args.model}: {how}")
+        points_of = {name: points for name, (_, points) in measured.items()}
+        save_figure(args.out / "cacheability.png", plot_cacheability(points_of, f"{args.model}: {how}"))
         console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
     return measured
 

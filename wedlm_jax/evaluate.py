@@ -43,7 +43,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text is scored
@@ -290,8 +290,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     (plan.out / UNFINISHED).unlink(missing_ok=True)
     written = ["results.json"]
     if any(row.accuracy is not None for row in rows):
-        with replacing(plan.out / "results.png") as partial:
-            plot_results(rows, partial, f"{plan.title} on {device()}")
+        save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device()}"))
         written.append("results.png")
     console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
 

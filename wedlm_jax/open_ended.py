@@ -33,7 +33,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
 from wedlm_jax.version import __version__
 
 
@@ -133,8 +133,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     console.print(texts_table(found, title))
     console.print(levels_table(found))
     if args.out is not None:
-        with replacing(args.out / "open_ended.png") as partial:
-            plot_open_ended(found, partial, title)
+        save_figure(args.out / "open_ended.png", plot_open_ended(found, title))
         console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}")
     return found
 

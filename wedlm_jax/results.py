@@ -8,9 +8,12 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wedlm_jax.errors import writing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @contextlib.contextmanager
@@ -45,6 +48,16 @@ def write_json(path: Path, results: Any) -> None:
     with replacing(path) as partial:
         text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
+
+
+def save_figure(path: Path, figure: Figure) -> None:
+    """Without the version of matplotlib, so that the same picture is the same file.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    with replacing(path) as partial:
+        figure.savefig(partial, metadata={"Software": None})
 
 
 def _finite(value: Any) -> Any:

@@ -33,7 +33,7 @@ from wedlm_jax.evals.tradeoff import (
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
 from wedlm_jax.version import __version__
 
 
@@ -88,8 +88,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     for line in findings(ar, points):
         console.print(line)
     if args.out is not None:
-        with replacing(args.out / "tradeoff.png") as partial:
-            plot_tradeoff(ar, points, partial, title)
+        save_figure(args.out / "tradeoff.png", plot_tradeoff(ar, points, title))
         console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
     return points
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from wedlm_jax.evals.plots import COLOURS, put_title
 from wedlm_jax.evals.tradeoff import Point
 
 
-def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
-    """Writes a PNG from the points of every task."""
+def plot_cacheability(points_of: Mapping[str, Sequence[Point]], title: str) -> Figure:
+    """From the points of every task."""
     longest = max(map(len, points_of.values()))
     room = 1.18  # for the number behind the longest bar
     # Streaming stays at or below 0.5, but block-wise may go up to 1.
     ends = max(0.6, *(room * p.row.p_cache for points in points_of.values() for p in points))
     size = 14, 1.0 + len(points_of) * (0.9 + 0.27 * longest)
-    figure, grid = plt.subplots(len(points_of), 4, figsize=size, squeeze=False, sharey="row", sharex="col", dpi=110)
+    figure = Figure(size, dpi=110)
+    grid = figure.subplots(len(points_of), 4, squeeze=False, sharey="row", sharex="col")
     for line, (task, points) in zip(grid, points_of.items(), strict=True):
         panels = {
             "p_cache (Eq. 4)": [p.row.p_cache for p in points],
@@ -41,5 +38,4 @@ def plot_cacheability(points_of: Mapping[str, Sequence[Point]], path: Path, titl
         line[0].margins(x=0.2)
     put_title(figure, title)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure

@@ -9,11 +9,7 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
@@ -21,6 +17,7 @@ from matplotlib.patches import Patch
 
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, visibility
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.results import save_figure
 
 # One packed row of two documents, eleven and six tokens, each starting on a block.
 BLOCK_SIZE = 4
@@ -69,7 +66,8 @@ def draw() -> Figure:
     batch = example()
     length = batch.segment_ids.shape[1]
     visible = np.asarray(visibility(batch.segment_ids, block_size=BLOCK_SIZE)[0])
-    figure, axes = plt.subplots(figsize=(10.5, 11.8), dpi=110)
+    figure = Figure((10.5, 11.8), dpi=110)
+    axes = figure.subplots()
     axes.imshow(classify(batch, visible), cmap=ListedColormap(COLOURS), vmin=0, vmax=len(COLOURS) - 1)
     _grid(axes, length)
     _label(axes, batch)
@@ -132,9 +130,7 @@ def main() -> None:
         raise UserError("name the picture to write: python -m wedlm_jax.evals.mask_picture docs/dual_stream_mask.png")
     path = Path(sys.argv[1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure = draw()
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    save_figure(path, draw())
     print(f"wrote {path}")
 
 

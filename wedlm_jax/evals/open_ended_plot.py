@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from wedlm_jax.evals.open_ended import OpenEnded
 from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity, put_title
 
 
-def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
-    """Writes a PNG."""
-    figure, panels = plt.subplots(1, 4, figsize=(18, 4.6), dpi=110)
+def plot_open_ended(found: OpenEnded, title: str) -> Figure:
+    figure = Figure((18, 4.6), dpi=110)
+    panels = figure.subplots(1, 4)
     levels = list(found.bounds)
     names = [f"{level}\n{low:.2f} to {high:.2f}" for level, (low, high) in found.bounds.items()]
     for measures in found.measures:
@@ -47,5 +42,4 @@ def plot_open_ended(found: OpenEnded, path: Path, title: str) -> None:
     put_title(figure, title)
     figure.legend(handles, labels, loc="lower center", ncol=len(labels), frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 0.99))
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
@@ -21,14 +16,13 @@ COLOURS = {"ar": "#444444", "lookup": "#59a14f", "blockwise": "#b07aa1", "stream
 CHARACTERS_PER_INCH = 10  # of a title's type
 
 
-def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Writes a PNG: one column of panels for each task with answers, error bars are 95 % Wilson intervals. Marks of the base, and
-    of masks left in their places, are hollow."""
+def plot_results(rows: Sequence[Row], title: str) -> Figure:
+    """One column of panels for each task with answers, of which there is one; error bars are 95 % Wilson intervals. Marks of the
+    base, and of masks left in their places, are hollow."""
     rows = [row for row in rows if row.accuracy is not None]
     tasks = list(dict.fromkeys(row.task for row in rows))
-    if not tasks:
-        return
-    figure, grid = plt.subplots(2, len(tasks), figsize=(4.6 * len(tasks), 8.4), squeeze=False, sharey="row", dpi=110)
+    figure = Figure((4.6 * len(tasks), 8.4), dpi=110)
+    grid = figure.subplots(2, len(tasks), squeeze=False, sharey="row")
     for column, task in enumerate(tasks):
         of_task = [row for row in rows if row.task == task]
         for axes, quantity in zip(grid[:, column], ("tokens_per_forward", "tokens_per_second"), strict=True):
@@ -42,8 +36,7 @@ def plot_results(rows: Sequence[Row], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=14)
     figure.legend(handles, names, loc="lower center", ncol=min(len(names), 4), frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 0.98))
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure
 
 
 def put_title(figure: Figure, title: str) -> None:

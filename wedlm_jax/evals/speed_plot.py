@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from wedlm_jax.evals import plots
 from wedlm_jax.evals.speed import Speed
@@ -19,8 +15,8 @@ COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
 LEGEND_ENTRY = 1.3  # inches that the longest name takes in the legend
 
 
-def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
-    """Writes a PNG: a line of panels for each task, a column for each pair of prompt and output length."""
+def plot_speeds(speeds: Sequence[Speed], title: str) -> Figure:
+    """A line of panels for each task, a column for each pair of prompt and output length."""
     tasks = list(dict.fromkeys(s.work.task for s in speeds))
     lengths = list(dict.fromkeys(_lengths(s) for s in speeds))
     decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
@@ -29,7 +25,8 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     columns = min(1 + len(decoders), int(width / LEGEND_ENTRY))
     above, below = 0.3 * len(title.splitlines()), 0.1 + 0.25 * -(-(1 + len(decoders)) // columns)
     size = width, 2.9 * len(tasks) + above + below
-    figure, grid = plt.subplots(len(tasks), len(lengths), figsize=size, squeeze=False, sharex=True, dpi=110)
+    figure = Figure(size, dpi=110)
+    grid = figure.subplots(len(tasks), len(lengths), squeeze=False, sharex=True)
     for line, task in zip(grid, tasks, strict=True):
         for axes, (prompt, output) in zip(line, lengths, strict=True):
             here = [s for s in speeds if (s.work.task, *_lengths(s)) == (task, prompt, output)]
@@ -55,8 +52,7 @@ def plot_speeds(speeds: Sequence[Speed], path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=12, parse_math=False)
     figure.legend(handles, names, loc="lower center", ncol=columns, frameon=False)
     figure.tight_layout(rect=(0, below / size[1], 1, 1))
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure
 
 
 def _lengths(speed: Speed) -> tuple[int, int]:

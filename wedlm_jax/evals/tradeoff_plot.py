@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from wedlm_jax.evals.plots import COLOURS, put_title
@@ -18,10 +14,11 @@ from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import Point, pareto_front
 
 
-def plot_tradeoff(ar: Row, points: Sequence[Point], path: Path, title: str) -> None:
-    """Writes a PNG: a line of three panels for each window size."""
+def plot_tradeoff(ar: Row, points: Sequence[Point], title: str) -> Figure:
+    """A line of three panels for each window size."""
     windows = list(dict.fromkeys(p.row.settings["window_size"] for p in points))
-    figure, grid = plt.subplots(len(windows), 3, figsize=(15, 4.4 * len(windows)), squeeze=False, dpi=110)
+    figure = Figure((15, 4.4 * len(windows)), dpi=110)
+    grid = figure.subplots(len(windows), 3, squeeze=False)
     for line, window in zip(grid, windows, strict=True):
         here = [p for p in points if p.row.settings["window_size"] == window]
         _scatter(line[0], ar, here)
@@ -30,8 +27,7 @@ def plot_tradeoff(ar: Row, points: Sequence[Point], path: Path, title: str) -> N
         _map(line[2], here, [p.row.tokens_per_forward for p in here], "tokens per forward", "{:.1f}")
     put_title(figure, title)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure
 
 
 def _scatter(axes: Axes, ar: Row, points: Sequence[Point]) -> None:

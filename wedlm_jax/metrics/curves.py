@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from wedlm_jax.errors import writing
-from wedlm_jax.results import replacing
+from matplotlib.figure import Figure
 
 Lines = Sequence[Mapping[str, Any]]  # the logged steps of a run
 
@@ -33,21 +30,12 @@ _STYLES = ("-", "--", ":", "-.")
 _LOGARITHMIC = ("gradient norm",)
 
 
-def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
-    """Draws a panel for each group of metrics that some run has, a colour for each run.
+def draw_curves(runs: Mapping[str, Lines]) -> Figure:
+    """A panel for each group of metrics that some run has, a colour for each run.
 
     Args:
       runs: the logged steps by the name of the run.
-      out: the PNG.
-
-    Returns:
-      the titles of the panels.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     shown = {
         title: names
         for title, names in PANELS.items()
@@ -55,9 +43,10 @@ def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
     }
     columns = min(3, max(len(shown), 1))
     rows = max(math.ceil(len(shown) / columns), 1)
-    figure, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 3.1 * rows), squeeze=False, layout="constrained")
+    figure = Figure((4.6 * columns, 3.1 * rows), dpi=130, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(shown) :]:
-        axis.set_visible(False)
+        axis.remove()
     for axis, (title, names) in zip(axes.flat, shown.items(), strict=False):
         for number, (label, run) in enumerate(runs.items()):
             for name, style in zip(names, _STYLES, strict=False):
@@ -75,14 +64,7 @@ def draw_curves(runs: Mapping[str, Lines], out: Path) -> list[str]:
             axis.set_yscale("log")
         if len(runs) > 1 or len(names) > 2:
             axis.legend(fontsize=7)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=130)
-    plt.close(figure)
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as partial:
-        partial.write_bytes(picture.getvalue())
-    return list(shown)
+    return figure
 
 
 def points(run: Lines, name: str) -> tuple[list[int], list[float]]:
