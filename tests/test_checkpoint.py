@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import os
-import resource
 import shutil
 
 import jax
 import numpy as np
 import pytest
 
+from tests.bad_input import cut, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax.checkpoint import Checkpoints, ModelFile, differences, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
@@ -100,13 +100,6 @@ def test_a_broken_model_file_is_named(saved, tmp_path):
         load_params(workdir)
 
 
-def cut(folder) -> None:
-    """Every file of any size ends early, as after a crash of the machine."""
-    for file in folder.rglob("*"):
-        if file.is_file() and file.stat().st_size > 200:
-            file.write_bytes(file.read_bytes()[:100])
-
-
 damaged = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # orbax leaves other reads unawaited
@@ -187,22 +180,15 @@ def test_the_best_checkpoint_is_not_deleted_by_newer_ones(tmp_path):
     assert saved_steps(tmp_path) == [2, 5]
 
 
-def full_disk(limit: int = 2000) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-
-
 def test_a_disk_that_is_full_is_told_and_the_earlier_checkpoint_is_kept(tmp_path):
     """No file may grow past 2 kB, as a stand-in: the system refuses the write while orbax is at it."""
     state = fresh_state()
     with pytest.raises(UserError) as error, Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(state, 1, {"next_example": [1]}, {"skipped_in_row": 0})
         checkpoints.wait()
-        full_disk()
-        try:
+        with full_disk(2000):
             checkpoints.save(state, 2, {"next_example": [2]}, {"skipped_in_row": 0})
             checkpoints.wait()
-        finally:
-            full_disk(resource.RLIM_INFINITY)
     message = str(error.value)
     assert "checkpoints/2: the checkpoint could not be written" in message and "step 1 is kept; make room" in message
     assert "\n" not in message
