@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from tests.conftest import FULL
+from tests.ops.visited_pairs import visited_pairs
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import ahead_of_time
 from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.experiment import ModelConfig, load_experiment, override
 from wedlm_jax.ops.attention import splash
-from wedlm_jax.ops.attention.splash import TwoStreamMask, visited_pairs
+from wedlm_jax.ops.attention.splash import TwoStreamMask
 from wedlm_jax.program_costs import kernel_runs, matmul_flops
 from wedlm_jax.sharding import MeshConfig, make_mesh
 

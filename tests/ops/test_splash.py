@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import correctness
 from tests.conftest import FULL
+from tests.ops.visited_pairs import visited_pairs
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.ops.attention.ranges import RESIDUALS
@@ -18,7 +19,6 @@ from wedlm_jax.ops.attention.splash import (
     TwoStreamMask,
     splash_attention,
     unsupported,
-    visited_pairs,
 )
 from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.sharding import MeshConfig, attend_over_mesh, batch_sharding, make_mesh, on_mesh

@@ -141,25 +141,6 @@ def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
     return None
 
 
-def visited_pairs(mask: Mask, segment_ids_L: np.ndarray | None = None) -> dict[str, int]:
-    """Query-key pairs of one row and head: `useful` ones, and those in the tiles that each kernel visits.
-
-    A visited pair costs 2 products of H multiply-adds in `forward`, 3 in `dq` and 4 in `dkv`.
-    """
-    kernel = _kernel(mask, 1, interpret=True)
-    index = np.arange(mask.tokens)
-    segments = None if segment_ids_L is None else np.tile(segment_ids_L, mask.tokens // mask.length)
-    useful = 0
-    for query in index:
-        visible = mask(query, index)
-        if segments is not None:
-            visible = visible & (segments == segments[query]) & (segments[query] > 0)
-        useful += int(visible.sum())
-    if segments is not None:
-        kernel = _without_other_segments(kernel, jnp.asarray(segments))
-    return {"useful": useful} | {name: tiles * _tile(mask) ** 2 for name, tiles in _tiles_visited(kernel).items()}
-
-
 class _ComputedMask(_ComputableMask):
     """Our mask in the form that splash wants."""
 
