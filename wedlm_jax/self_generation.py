@@ -30,6 +30,7 @@ from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.results import write_json
 
 FOLDER = "self_generated"  # in the workdir
 COMPLETIONS = "completions.jsonl"  # in it: prompt_ids, ids, finish_reason and text, a line for each prompt
@@ -114,13 +115,12 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
         folder.mkdir(parents=True, exist_ok=True)
         if before is None:
             file.unlink(missing_ok=True)  # nobody says what it was made from
-        _keep(folder, made)
+    write_json(folder / MADE_FROM, made)
     _complete(_requests(experiment, model, prompts), model, file, settings.batch_size, f"{experiment.init_from} writes")
     written = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     tokens, cut = sum(len(line["ids"]) for line in written), sum(line["finish_reason"] == "length" for line in written)
     made["finished"] = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": _digest(file)}
-    with writing(folder):
-        _keep(folder, made)
+    write_json(folder / MADE_FROM, made)
     print(
         f"{experiment.name}: {experiment.init_from} wrote {len(written):,} completions, {tokens:,} tokens, "
         f"{cut:,} of them cut by their length, in {file}",
@@ -177,12 +177,6 @@ def _made_from(folder: Path) -> dict[str, Any] | None:
     if not isinstance(made, dict):
         raise UserError(f"{file}: holds no JSON object; remove {folder}, and it is written anew")
     return made
-
-
-def _keep(folder: Path, made: dict[str, Any]) -> None:
-    partial = folder / f".{MADE_FROM}.partial"
-    partial.write_text(json.dumps(made, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / MADE_FROM)
 
 
 def _digest(file: Path) -> str | None:

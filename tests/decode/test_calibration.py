@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from tests.bad_input import full_disk
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode.calibration import (
     Calibration,
@@ -117,3 +118,11 @@ def test_a_fingerprint_is_of_base_and_adapter():
         of(config, pairs | {one: pairs[one] + 1}),
     ]
     assert len(set(seen)) == 4 and seen[2].startswith(seen[0])
+
+
+def test_a_calibration_that_cannot_be_written_leaves_the_one_before_it(tmp_path):
+    file = write_calibration(tmp_path, FOUND, tiny_model())
+    before = file.read_bytes()
+    with full_disk(), pytest.raises(UserError, match="cannot be written"):
+        write_calibration(tmp_path, dataclasses.replace(FOUND, tokens=9), tiny_model())
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.errors import UserError, writing
+from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
+from wedlm_jax.results import write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,5 @@ def read_calibration(directory: Path) -> Calibration | None:
 def write_calibration(directory: Path, calibration: Calibration, model: Model) -> Path:
     """Writes the file, for the weights of `model`, and returns its path."""
     file, weights = directory / CALIBRATION_FILE, fingerprint(model)
-    with writing(file):
-        stamped = dataclasses.replace(calibration, weights=weights)
-        file.write_text(json.dumps(dataclasses.asdict(stamped), indent=2) + "\n", encoding="utf-8")
+    write_json(file, dataclasses.asdict(dataclasses.replace(calibration, weights=weights)))
     return file
