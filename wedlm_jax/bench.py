@@ -29,7 +29,7 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig, Decoder
 from wedlm_jax.engine.memory import cache_bytes
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.show import device
@@ -41,7 +41,7 @@ from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
@@ -101,8 +101,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
       UserError: no piece of work could be measured, with the reason of the first; or another engine has ended.
     """
     if args.out is not None:  # before the first forward
-        with writing(args.out):
-            args.out.mkdir(parents=True, exist_ok=True)
+        make_folder(args.out)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
     configs = [decode.by(decoder) for decoder in ("ar", *args.decoders)]

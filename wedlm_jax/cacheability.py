@@ -17,14 +17,14 @@ from rich.progress import Progress
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -78,8 +78,7 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
     settings = settings_of(args)
     if args.out is not None:  # before the first forward
-        with writing(args.out):
-            args.out.mkdir(parents=True, exist_ok=True)
+        make_folder(args.out)
     model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), [task(name) for name in args.tasks]
     problems = {of.name: of.problems(args.limit, 0) for of in chosen}
     measured: dict[str, tuple[Row, list[Point]]] = {}

@@ -32,7 +32,7 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
@@ -43,7 +43,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text is scored
@@ -160,8 +160,7 @@ def load_exact(path: str, adapter: str | None = None) -> Model:
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     """Runs the plan, prints as it goes, returns what results.json holds."""
     if plan.out is not None:  # before the first forward
-        with writing(plan.out):
-            plan.out.mkdir(parents=True, exist_ok=True)
+        make_folder(plan.out)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
 

@@ -24,7 +24,7 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompts import render_messages
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.show import device
@@ -33,7 +33,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 
@@ -104,8 +104,7 @@ def prompts_of(args: OpenEndedFlags, model: Model, console: Console) -> tuple[di
 def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     """Runs it, prints both tables, and returns what was measured."""
     if args.out is not None:  # before the first forward
-        with writing(args.out):
-            args.out.mkdir(parents=True, exist_ok=True)
+        make_folder(args.out)
     settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter)
     named, references = prompts_of(args, model, console)
     for row, (name, prompt) in enumerate(named.items()):  # before any is decoded

@@ -39,6 +39,16 @@ def replacing(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Where it is not there yet, with those above it.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
 def write_json(path: Path, results: Any) -> None:
     """Dicts, lists, numbers and text as a JSON file, with null where a number is NaN or infinite: JSON has neither.
 

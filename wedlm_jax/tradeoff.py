@@ -17,7 +17,7 @@ from rich.progress import Progress
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.show import device, points_table
 from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task, task
@@ -33,7 +33,7 @@ from wedlm_jax.evals.tradeoff import (
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 
@@ -62,8 +62,7 @@ class Tradeoff:
 def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
     if args.out is not None:  # before the first forward
-        with writing(args.out):
-            args.out.mkdir(parents=True, exist_ok=True)
+        make_folder(args.out)
     model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), task(args.task)
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
     problems = chosen.problems(args.limit, 0)

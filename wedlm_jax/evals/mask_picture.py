@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch, build_dual_stream, visibility
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.results import save_figure
+from wedlm_jax.results import make_folder, save_figure
 
 # One packed row of two documents, eleven and six tokens, each starting on a block.
 BLOCK_SIZE = 4
@@ -129,7 +129,7 @@ def main() -> None:
     if len(sys.argv) != 2 or not sys.argv[1].endswith(".png"):
         raise UserError("name the picture to write: python -m wedlm_jax.evals.mask_picture docs/dual_stream_mask.png")
     path = Path(sys.argv[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     save_figure(path, draw())
     print(f"wrote {path}")
 

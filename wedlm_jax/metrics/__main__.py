@@ -12,11 +12,11 @@ from typing import Annotated
 
 import tyro
 
-from wedlm_jax.errors import UserError, entry, writing
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 from wedlm_jax.metrics.curves import draw_curves
 from wedlm_jax.metrics.writers import FILE, read_metrics
-from wedlm_jax.results import save_figure
+from wedlm_jax.results import make_folder, save_figure
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +39,7 @@ def main() -> None:
     for workdir, lines in runs.items():
         if not lines:
             raise UserError(f"{workdir}/{FILE}: no step is logged yet")
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(out.parent)
     figure = draw_curves(runs)
     save_figure(out, figure)
     print(f"wrote {out}: {', '.join(axes.get_title() for axes in figure.axes)}")
