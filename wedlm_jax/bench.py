@@ -38,7 +38,7 @@ from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
 from wedlm_jax.evals.sweep import resolved, settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.results import make_folder, save_figure, write_json
@@ -262,10 +262,8 @@ def main() -> None:
     require_positive(args, "batches", "outputs", "repeats")
     if min(args.prompts, default=-1) < 0:
         raise UserError("--prompts: give lengths in tokens, or 0 for one problem alone")
-    refuse_beside(args.decode, DecodeConfig(), {"decoder": "--decoders", "max_new_tokens": "--outputs"})
-    for name in ("tasks", "decoders"):
-        if not getattr(args, name):
-            raise UserError(f"--{name}: give at least one")
+    refuse_beside(args.decode, {"decoder": "--decoders", "max_new_tokens": "--outputs"})
+    require_some(args, "tasks", "decoders")
     if "ar" in args.decoders:
         raise UserError("--decoders: AR always runs; name the others")
     if (args.baseline or args.official) and args.decode.temperature > 0:

@@ -23,7 +23,7 @@ from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import Point, measure
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
@@ -151,14 +151,12 @@ def main() -> None:
     instead = {
         "entropy_threshold": "--thresholds", "fill_rule": "--fill-rules", "confidence_threshold": "--confidences",
     }  # fmt: skip
-    refuse_beside(args.decode, DecodeConfig(), instead)
+    refuse_beside(args.decode, instead)
     if args.decode.decoder != DecodeConfig.decoder:
         raise UserError(
             f"--decoder {args.decode.decoder}: streaming, block-wise and verified are compared; leave it out"
         )
-    for name in ("tasks", "thresholds", "fill_rules", "confidences"):
-        if not getattr(args, name):
-            raise UserError(f"--{name.replace('_', '-')}: give at least one")
+    require_some(args, "tasks", "thresholds", "fill_rules", "confidences")
     cacheability(args, Console())
 
 

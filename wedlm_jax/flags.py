@@ -73,27 +73,42 @@ def require_positive(flags: Any, *names: str) -> None:
       UserError: names the flag.
     """
     for name in names:
-        value, flag = getattr(flags, name), f"--{name.replace('_', '-')}"
-        values = value if isinstance(value, tuple) else (value,)
-        if not values:
-            raise UserError(f"{flag}: give at least one")
-        if (least := min(values)) < 1:
-            raise UserError(f"{flag} {least}: must be at least 1")
+        value = getattr(flags, name)
+        if isinstance(value, tuple):
+            require_some(flags, name)
+            value = min(value)
+        if value < 1:
+            raise UserError(f"{_spelled(name)} {value}: must be at least 1")
 
 
-def refuse_beside(flags: Any, defaults: Any, instead: dict[str, str]) -> None:
+def require_some(flags: Any, *names: str) -> None:
+    """Refuses a list flag that is empty.
+
+    Raises:
+      UserError: names the flag.
+    """
+    for name in names:
+        if not getattr(flags, name):
+            raise UserError(f"{_spelled(name)}: give at least one")
+
+
+def refuse_beside(flags: Any, instead: dict[str, str]) -> None:
     """Refuses a flag that another one of the command takes the place of.
 
     Args:
-      flags, defaults: as given, and where nothing is given.
+      flags: as given; a field at its default is one that was not.
       instead: by the field's name, the flag to use.
 
     Raises:
       UserError: names both.
     """
     for name, other in instead.items():
-        if getattr(flags, name) != getattr(defaults, name):
-            raise UserError(f"--{name.replace('_', '-')} does nothing here; use {other}")
+        if getattr(flags, name) != getattr(type(flags), name):
+            raise UserError(f"{_spelled(name)} does nothing here; use {other}")
+
+
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _one_line(box: str) -> str:

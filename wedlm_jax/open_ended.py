@@ -189,7 +189,7 @@ def levels_table(found: OpenEnded) -> Table:
 def main() -> None:
     args = each_once(parse(OpenEndedFlags, prog="python -m wedlm_jax.open_ended", description=__doc__))
     require_positive(args, "characters", "limit", "batch_size")
-    refuse_beside(args.decode, DecodeConfig(), {"entropy_threshold": "--thresholds"})
+    refuse_beside(args.decode, {"entropy_threshold": "--thresholds"})
     if args.decode.decoder != DecodeConfig.decoder:
         raise UserError(
             f"--decoder {args.decode.decoder}: AR, block-wise, streaming, lookup and verified are compared; leave it out"

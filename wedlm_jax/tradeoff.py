@@ -32,7 +32,7 @@ from wedlm_jax.evals.tradeoff import (
     rank_correlations,
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
@@ -138,10 +138,8 @@ def main() -> None:
     args = each_once(parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__))
     require_positive(args, "windows", "limit", "batch_size")
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
-    refuse_beside(args.decode, DecodeConfig(), gridded)
-    for name in ("thresholds", "penalties"):
-        if not getattr(args, name):
-            raise UserError(f"--{name}: give at least one")
+    refuse_beside(args.decode, gridded)
+    require_some(args, "thresholds", "penalties")
     if args.decode.decoder not in ("streaming", "verified"):
         raise UserError(f"--decoder {args.decode.decoder}: has no tau and lambda; choose streaming or verified")
     tradeoff(args, Console())
