@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from wedlm_jax.distributed import any_process, is_main
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_axes
@@ -156,11 +156,10 @@ class Checkpoints:
         return self._manager.restore(step, args=args)
 
     def _not_written(self, error: Exception) -> UserError:
-        reason = " ".join(str(error).split())[:200]
         others = [step for step in saved_steps(self._folder.parent) if step != self._saving]
         kept = f"the checkpoint of step {others[-1]} is kept" if others else "there is no earlier one"
         return UserError(
-            f"{self._folder / str(self._saving)}: the checkpoint could not be written ({type(error).__name__}: {reason}); "
+            f"{self._folder / str(self._saving)}: the checkpoint could not be written ({type(error).__name__}: {reason(error)}); "
             f"{kept}; make room, then start the same command again"
         )
 
@@ -248,7 +247,7 @@ class ModelFile:
         except OSError:
             raise UserError(f"{workdir} is no workdir of wedlm_jax.train: it has no {MODEL_FILE}") from None
         except ValueError as error:
-            raise UserError(f"{path}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+            raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def load_params(
@@ -345,5 +344,6 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception | str) -> UserError:
-    reason = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return UserError(f"{path}: the checkpoint cannot be read ({reason})")
+    # All that it says: of a checkpoint's many files it may name the one.
+    why = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return UserError(f"{path}: the checkpoint cannot be read ({why})")

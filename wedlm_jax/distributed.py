@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN, NotMet, meet
 
 _VARIABLES = ("WEDLM_COORDINATOR", "WEDLM_NUM_PROCESSES", "WEDLM_PROCESS_ID")
@@ -107,8 +107,7 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
             None, None, None, None, None, int(_start_timeout(environment))
         )
     except Exception as error:  # of the metadata server, of name look-up
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"the cluster does not tell the place of this process ({reason}); {_BY_HAND}") from error
+        raise UserError(f"the cluster does not tell the place of this process ({reason(error)}); {_BY_HAND}") from error
     address, processes, own, devices = found
     if address is None or processes is None or own is None:
         raise UserError(f"jax does not find the place of this process in the cluster; {_BY_HAND}")

@@ -26,6 +26,12 @@ def out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
+def reason(error: BaseException) -> str:
+    """An exception in a few words, for a message of one line."""
+    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]
+
+
 @contextlib.contextmanager
 def writing(path: Path, mend: str = "make room or name another place") -> Iterator[None]:
     """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.examples import Example, end_token_id
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 Message = dict[str, Any]  # role, content, and what the template reads besides (tool_calls, reasoning_content, ...)
 
@@ -139,7 +139,7 @@ def _render(
             )
         )
     except Exception as error:  # the template is a program of its own, and what it reads is the record's
-        raise BadRecord(f"the chat template refuses the conversation ({' '.join(str(error).split())[:200]})") from None
+        raise BadRecord(f"the chat template refuses the conversation ({reason(error)})") from None
 
 
 def _check_written(

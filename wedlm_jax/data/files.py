@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 
 def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
@@ -37,12 +37,6 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
             raise UserError(f"{path}: no file fits the pattern")
         return found
     raise UserError(f"{path}: no such file or folder; set data.path")
-
-
-def reason(error: BaseException) -> str:
-    """An exception in a few words, for a message of one line."""
-    text = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-    return " ".join(text.split())[:200]
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -15,9 +15,8 @@ import pyarrow
 
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
-from wedlm_jax.data.files import reason
 from wedlm_jax.data.records import BadRecord, Raw, Record
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in ("", ".gz", ".zst"))
 _CHUNK = 1 << 24  # bytes of a file that are looked through at once

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.examples import end_token_id
-from wedlm_jax.data.files import find_files, reason
+from wedlm_jax.data.files import find_files
 from wedlm_jax.data.json_lines import ENDINGS, JsonLines
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
@@ -21,7 +21,7 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.data.tokenizer import encode_text
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 
 def open_source(

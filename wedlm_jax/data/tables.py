@@ -9,9 +9,8 @@ from typing import Any
 
 from wedlm_jax.data.columns import read_record, table_columns
 from wedlm_jax.data.config import SourceConfig
-from wedlm_jax.data.files import reason
 from wedlm_jax.data.records import Raw, Record
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 
 class Table(abc.ABC):

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from wedlm_jax.data.config import SourceConfig
-from wedlm_jax.data.files import reason
 from wedlm_jax.data.records import Raw, Record, Tokens
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 
 class TokenArray:

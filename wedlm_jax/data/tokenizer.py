@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 END_OF_TEXT, IM_START, IM_END, MASK = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END, MASK)  # ids 0 to 3
@@ -109,8 +109,9 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     try:
         return reader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # broken JSON arrives as many types, a bare Exception of the Rust library among them
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{directory}: the tokenizer cannot be read ({reason}); write its files again") from error
+        raise UserError(
+            f"{directory}: the tokenizer cannot be read ({reason(error)}); write its files again"
+        ) from error
 
 
 # A call sets in the tokenizer itself whether control tokens are spelled out, and then reads it. The thread that packs training
