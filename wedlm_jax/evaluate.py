@@ -46,7 +46,7 @@ from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
-ROWS_OF_A_FORWARD = 8  # where text is scored
+ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
 UNFINISHED = "unfinished.json"  # beside results.json until that is there
 
 

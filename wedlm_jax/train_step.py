@@ -218,7 +218,7 @@ def in_parts(run: Callable[[Any], tuple[Params, Metrics]], batch: Any, micro_bat
     """The sum of what `run` returns, one micro-batch after the other.
 
     Args:
-      run: part of the batch -> (gradients, metrics).
+      run: part of the batch -> (gradients, metrics); no gradients where only what is measured is wanted.
       batch: a tree of arrays [B, ...].
       micro_batches: A, dividing B.
     """

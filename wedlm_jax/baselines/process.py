@@ -45,7 +45,8 @@ class Baseline:
       name: which one; `official` is the engine of a checkout of the WeDLM repository.
       python: an interpreter that has it.
       model: an HF directory of type qwen3.
-      settings: further entries of the job: `dtype`, and for the official engine `checkout`, `window_size`, `mask_token_id`.
+      settings: further entries of the job: `dtype`; `rows`, `context` and `cache_bytes`, the most that it will hold; for the
+        official engine `checkout`, `window_size`, `mask_token_id`.
 
     Raises:
       UserError: the interpreter cannot be run, or the engine cannot be loaded there; with what it said.

@@ -108,9 +108,8 @@ class PackedBatches(Iterator[PackedBatch]):
             UserError: the state is of another number of groups or of records, of an earlier version or damaged.
         """
         names = [field.name for field in dataclasses.fields(Place)]
-        records = (
-            state.get(RECORDS, self.records) if isinstance(state, dict) else None
-        )  # earlier versions did not save them
+        # `get_state` does not give them.
+        records = state.get(RECORDS, self.records) if isinstance(state, dict) else None
         lists = [records, *(state.get(name) for name in names)] if isinstance(state, dict) else [None]
         good = all(isinstance(one, list) and all(type(x) is int and x >= 0 for x in one) for one in lists)
         if not good or records is None or len(records) != len(self.records):

@@ -136,7 +136,7 @@ class Problems:
 
 
 class CodePieces:
-    """The standard library's source, all of it tokenized at the start, in pieces of a row's length."""
+    """Files of code, all of them tokenized at the start, in pieces of a row's length."""
 
     splits_itself = True
 

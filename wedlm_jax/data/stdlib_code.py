@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source files of the Python standard library."""
+"""Code in files: of the Python standard library, real text that every machine has, or of another folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class CodeFile:
-    path: str  # relative to the library's folder, with forward slashes
+    path: str  # relative to the folder, with forward slashes
     text: str
 
 

@@ -48,7 +48,7 @@ class Validation:
       data: the data section of the experiment.
       evaluation: how samples are decoded.
       settings: of the training step.
-      model: what belongs to the transformer: its tokenizer and special ids.
+      tokenizer, eos_token_ids: of the model.
       mesh: of the training.
       rows: of a batch, over all processes; it is run in as many parts as a training step.
       num_batches: of the losses.
