@@ -73,7 +73,7 @@ def verify(source: str | Path, target: Path, adapter: str | None = None) -> None
     directory = pretrained.locate(source)
     model = _in_float32(plain(pretrained.load(source, pretrained.exact_dtype(directory), adapter=adapter)))
     tokens, positions = _probe(model.config.vocab_size)
-    ours = _our_logits(model, tokens, positions)
+    ours = np.asarray(model.transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
     del model
     sides = [target] if pretrained.is_workdir(directory) or adapter is not None else [target, directory]
     tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
@@ -86,8 +86,8 @@ def verify(source: str | Path, target: Path, adapter: str | None = None) -> None
 
 
 def _in_float32(model: Model) -> Model:
-    """The weights as they are stored, computed with in float32."""
-    config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32")
+    """The weights as they are stored, computed with in float32, to its full precision."""
+    config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32", matmul_precision="highest")
     params = {name: jnp.asarray(x, jnp.float32) for name, x in params_of(model.transformer).items()}
     return dataclasses.replace(model, transformer=transformer_from(config, params), config=config)
 
@@ -106,12 +106,6 @@ def _probe(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     window = 32 + np.argsort(rng.random(16) < 0.5, kind="stable")
     reordered = np.concatenate([np.arange(32), window])
     return tokens, np.stack([np.arange(48), reordered]).astype(np.int32)
-
-
-def _our_logits(model: Model, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    config = dataclasses.replace(model.config, matmul_precision="highest")
-    transformer = transformer_from(config, params_of(model.transformer))
-    return np.asarray(transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
 
 
 def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
