@@ -14,7 +14,7 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, generate_rows, setting_by_setting, settings_of, sweep
-from wedlm_jax.evals.tasks import Task, task, wilson_interval
+from wedlm_jax.evals.tasks import Task, task
 
 AR, FAST = Setting("AR", ADAPTED, DecodeConfig(decoder="ar")), Setting("fast", ADAPTED, DecodeConfig())
 PROBLEMS = [Problem("echo", f"Q: {i}", "", str(i)) for i in range(5)]
@@ -75,7 +75,7 @@ def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
     rows, completions = run_fake(FakeGenerate(monkeypatch, wrong=("3",)))
     fast = rows[1]
     assert (fast.n, fast.correct, fast.accuracy, fast.equal_to_ar) == (5, 4, 0.8, 4)
-    assert (fast.low, fast.high) == wilson_interval(4, 5)
+    assert (round(fast.low, 4), round(fast.high, 4)) == (0.3755, 0.9638)  # as published tables have it
     assert (fast.tokens_per_forward, fast.p_cache, fast.generated_tokens) == (2.0, 0.5, 20)
     # The row that filled up the last batch is dropped, and the order is kept.
     assert [c.text for c in completions["echo", "fast"]] == ["0", "1", "2", "?", "4"]

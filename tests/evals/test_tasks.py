@@ -1,7 +1,6 @@
 """Tasks give held-out problems and score them; the interval is Wilson's."""
 
 import json
-import math
 
 import pytest
 
@@ -10,7 +9,7 @@ from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.quickstart_tasks import TASKS, split_of
 from wedlm_jax.data.stdlib_code import CodeFile
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.tasks import document_continuation, task, text_continuation, text_pieces, wilson_interval
+from wedlm_jax.evals.tasks import document_continuation, task, text_continuation, text_pieces
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -79,13 +78,3 @@ def test_text_pieces_are_whole_lines_of_which_none_comes_twice():
     some = text_pieces(files, 50).problems(5, 0)
     assert [problem.prompt for problem in some] == pieces[:5] and some != text_pieces(files, 50).problems(5, 1)
     assert text_pieces(files, 10_000).problems(1, 0) == []
-
-
-def test_wilson_interval_solves_its_quadratic():
-    """The bounds are the shares p whose distance to the observed share is z standard errors at p."""
-    z = 1.959964
-    for successes, n in ((0, 10), (1, 10), (57, 100), (100, 100)):
-        for bound in wilson_interval(successes, n):
-            assert abs(successes / n - bound) == pytest.approx(z * math.sqrt(bound * (1 - bound) / n), abs=1e-9)
-    low, high = wilson_interval(9, 10)
-    assert (round(low, 4), round(high, 4)) == (0.5958, 0.9821)  # as published tables have it

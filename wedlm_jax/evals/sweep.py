@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from scipy.stats import binomtest
+
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import decode_batch, make_request
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.config import EvaluationConfig
-from wedlm_jax.evals.tasks import Task, wilson_interval
+from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
 Generate = Callable[..., list[Completion]]  # (model, prompts, config), in a sweep also the number of the first row
@@ -226,7 +228,7 @@ def _row(
     correct = None
     if task.score is not None:
         correct = sum(task.score(p, c.text or "") for p, c in zip(problems, completions, strict=True))
-    low, high = (None, None) if correct is None else wilson_interval(correct, n)
+    low, high = (None, None) if correct is None else binomtest(correct, n).proportion_ci(method="wilson")
     stats = [completion.stats for completion in completions]
     generated = sum(s.generated_tokens for s in stats)
     return Row(

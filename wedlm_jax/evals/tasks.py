@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -119,17 +118,3 @@ def excerpt(text: str, characters: int, random: np.random.Generator) -> tuple[st
     start = text.find("\n", random.integers(len(text) // 2)) + 1
     end = text.find("\n", start + characters) + 1 or len(text)
     return text[start:end], text[end:]
-
-
-def wilson_interval(successes: int, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """The Wilson score interval of a share, 95 % for the default z: sound for few trials and at shares of 0 and 1.
-
-    Args:
-      successes: 0 to n.
-      n: trials, at least 1.
-    """
-    share = successes / n
-    scale = 1 + z * z / n
-    middle = (share + z * z / (2 * n)) / scale
-    half = z / scale * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(middle - half, 0.0), min(middle + half, 1.0)
