@@ -129,7 +129,7 @@ def written_and_read(mesh: Mesh, layers: int = 4) -> str:
 def main() -> None:
     global FLAGS
     FLAGS = tyro.cli(Flags, description=__doc__)
-    mesh = make_mesh(MeshConfig(), ahead_of_time._devices(FLAGS.topology))
+    mesh = make_mesh(MeshConfig(), ahead_of_time.devices(FLAGS.topology))
     B, T, S, K, H = FLAGS.rows, FLAGS.window, FLAGS.slots, FLAGS.kv_heads, FLAGS.head_dim
     apart = [(FLAGS.layers, B, K, S, H)] * 2
     pages = [(FLAGS.layers * B * S // FLAGS.page, FLAGS.page, 2 * K, H)]

@@ -32,6 +32,7 @@ from wedlm_jax.evals.sweep import Row, Setting, sweep
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
 from wedlm_jax.experiment import Experiment, load_experiment
+from wedlm_jax.metrics import read_metrics
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.results import write_json
@@ -80,7 +81,7 @@ def train(seed: int, folder: Path) -> None:
 def training_seconds(workdir: Path) -> float:
     """Of all steps, at the median rate of the log."""
     config = Experiment.load(workdir).train
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    lines = read_metrics(workdir)
     rates = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     tokens = [line["tokens"] for line in lines if "tokens" in line]  # of the logged step
     return config.steps * statistics.fmean(tokens) / statistics.median(rates)

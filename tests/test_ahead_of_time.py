@@ -38,7 +38,7 @@ def eight_cpus_as_a_slice(monkeypatch):
     """Stands in for libtpu, and a trivial step for the real one: what is compiled here is not what is tested."""
     if jax.device_count() < 8:
         pytest.skip("needs eight devices (tests/conftest.py asks for them)")
-    monkeypatch.setattr(ahead_of_time, "_devices", lambda topology: jax.devices())
+    monkeypatch.setattr(ahead_of_time, "devices", lambda topology: jax.devices())
 
     def double(state, batch):
         return jax.tree.map(lambda x: x + x, state.params), jnp.float32(batch.tokens) @ jnp.ones((192, 2))
@@ -150,7 +150,7 @@ def test_on_the_mesh_of_qwen3_8b_cpt_nothing_is_gathered_but_one_layer_at_a_time
     """A small variant on v5p:4x4x4: never all layers of a parameter together, tiles of the output layer, no logits."""
     small = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")
     experiment = load_experiment("qwen3_8b_cpt", [*small, "model.intermediate_size=3072"])
-    mesh = make_mesh(experiment.mesh, ahead_of_time._devices("v5p:4x4x4"))
+    mesh = make_mesh(experiment.mesh, ahead_of_time.devices("v5p:4x4x4"))
     text = ahead_of_time.trace_step(experiment, mesh).lower().compile().as_text()
     params = jax.eval_shape(lambda: init_params(experiment.model, 0))
     one_at_a_time = {x.shape[1:] if name.startswith("layers.") else x.shape for name, x in params.items()}

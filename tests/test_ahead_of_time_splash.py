@@ -40,7 +40,7 @@ def traced(topology, remat="none"):
         model=dataclasses.replace(MODEL, remat=remat),
         mesh=SLICES[topology],
     )
-    return trace_step(experiment, make_mesh(experiment.mesh, ahead_of_time._devices(topology)))
+    return trace_step(experiment, make_mesh(experiment.mesh, ahead_of_time.devices(topology)))
 
 
 @pytest.mark.parametrize(("remat", "forward_runs"), [("none", 1), ("full", 2)])
@@ -73,7 +73,7 @@ def compiled_text(name, topology):
     experiment = load_experiment(
         name, [*model, *mesh, f"data.row_length={L}", "train.batch_size=4", "train.micro_batches=1"]
     )
-    mesh = make_mesh(experiment.mesh, ahead_of_time._devices(topology))
+    mesh = make_mesh(experiment.mesh, ahead_of_time.devices(topology))
     return trace_step(experiment, mesh).lower().compile().as_text()
 
 
@@ -150,5 +150,5 @@ def test_one_chip_takes_the_kernels_too():
         override(EXPERIMENT, f"data.row_length={LENGTH}", "train.batch_size=1"),
         model=dataclasses.replace(MODEL, num_layers=1),
     )
-    step = trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time._devices("v5e:1x1")))
+    step = trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time.devices("v5e:1x1")))
     assert "splash_mha_dkv" in (step.lower().compile().as_text() if FULL else str(step.jaxpr))

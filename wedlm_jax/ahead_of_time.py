@@ -113,7 +113,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
     """
     topology = canonical(topology)
     _own_model(experiment)
-    mesh = make_mesh(experiment.mesh, _devices(topology))
+    mesh = make_mesh(experiment.mesh, devices(topology))
     start = time.monotonic()
     traced = trace_step(experiment, mesh)
     try:
@@ -187,7 +187,12 @@ def canonical(topology: str) -> str:
     return f"{kind}:{shape}"
 
 
-def _devices(topology: str) -> list[jax.Device]:
+def devices(topology: str) -> list[jax.Device]:
+    """Those of a slice that need not be there, to compile for.
+
+    Raises:
+      UserError: there is no TPU compiler here, or it knows no such slice.
+    """
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise UserError(
             "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "

@@ -229,6 +229,7 @@ def _row(
     if task.score is not None:
         correct = sum(task.score(p, c.text or "") for p, c in zip(problems, completions, strict=True))
     low, high = (None, None) if correct is None else binomtest(correct, n).proportion_ci(method="wilson")
+    equal = None if ar is None else sum(c.ids == a.ids for c, a in zip(completions, ar.completions, strict=True))
     stats = [completion.stats for completion in completions]
     generated = sum(s.generated_tokens for s in stats)
     return Row(
@@ -247,7 +248,7 @@ def _row(
         p_cache=generated / sum(s.tokens_processed for s in stats),
         tokens_per_second=measured.tokens_per_second,
         speedup_over_ar=None if ar is None else measured.tokens_per_second / ar.tokens_per_second,
-        equal_to_ar=None if ar is None else sum(map(_same_tokens, completions, ar.completions)),
+        equal_to_ar=equal,
         unfinished=sum(c.finish_reason == "length" for c in completions),
         accepted=_accepted(completions),
     )
@@ -260,10 +261,6 @@ def _accepted(completions: Sequence[Completion]) -> list[float] | None:
     slots = itertools.zip_longest(*by_prompt, fillvalue=(0, 0))
     forwards = sum(c.stats.forwards for c in completions)
     return [sum(agreed for _, agreed in slot) / forwards for slot in slots]
-
-
-def _same_tokens(one: Completion, other: Completion) -> bool:
-    return one.ids == other.ids
 
 
 def resolved(model: Model, config: DecodeConfig) -> DecodeConfig:
