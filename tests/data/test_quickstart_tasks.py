@@ -11,13 +11,11 @@ from wedlm_jax.data.quickstart_tasks import (
     HELD_OUT_SHARE,
     TASKS,
     QuickstartProblems,
-    draw,
     extract_answer,
     is_correct,
     problems,
     split_of,
 )
-from wedlm_jax.errors import UserError
 
 
 def first(task, split, seed, count):
@@ -111,8 +109,3 @@ def test_the_answer_of_a_word_problem_is_the_number_after_the_marker():
     assert extract_answer("word_problems", " 7 + 5 = 12.\n#### 12") == "12"
     assert extract_answer("word_problems", " 7 + 5 = 12.") is None
     assert extract_answer("word_problems", " 7 + 5 = 12.\n#### 12 apples") is None
-
-
-def test_an_unknown_task_is_named_with_the_choice():
-    with pytest.raises(UserError, match="'chess' does not exist; choose one of word_problems, counting, copying"):
-        draw("chess", "train", 0, 0)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from wedlm_jax.data.split import Split, split_by_hash
-from wedlm_jax.errors import UserError
 
 HELD_OUT_SHARE = 0.1
 NAMES = ("Tom", "Anna", "Ben", "Mia", "Sam", "Lily", "Max", "Emma", "Leo", "Nora")
@@ -172,13 +171,7 @@ def split_of(prompt: str) -> Split:
 
 
 def draw(task: str, split: Split, seed: int, index: int) -> Problem:
-    """The problem number `index` of a seed, by random access; two indices may give the same problem.
-
-    Raises:
-        UserError: `task` is not one of TASKS.
-    """
-    if task not in _DRAW:
-        raise UserError(f"task {task!r} does not exist; choose one of {', '.join(TASKS)}")
+    """The problem number `index` of a seed and one of TASKS, by random access; two indices may give the same problem."""
     random = np.random.default_rng((seed, index, TASKS.index(task)))
     while True:
         problem = _DRAW[task](random)
