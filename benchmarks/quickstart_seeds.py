@@ -126,7 +126,7 @@ def kept_rows(folder: Path, limit: int) -> list[dict[str, Any]] | None:
     if not (folder / DECODED).exists():
         return None
     kept = json.loads((folder / DECODED).read_text())
-    return kept["rows"] if kept["limit"] == limit else None
+    return kept["rows"] if isinstance(kept, dict) and kept["limit"] == limit else None  # a list names no limit
 
 
 def mean(values: Sequence[float], form: str, most: float = float("inf")) -> str:
