@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from wedlm_jax import save
 
@@ -87,6 +88,7 @@ def test_every_cell_of_the_colab_notebook_runs(run, tmp_path, capsys):
     assert re.search(r"verified: \d", capsys.readouterr().out)
 
 
+@pytest.mark.skipif(not FULL, reason="trains as test_adapter_training.py does; launch/test.sh --full")
 def test_every_cell_of_the_adapter_notebook_runs_and_the_answers_are_the_same(run, tmp_path, capsys):
     names, pictures = run("adapter.ipynb")
     assert names["forwards"]["ar"] == 1.0 and names["texts"]["verified"] == names["texts"]["ar"]
