@@ -2,10 +2,11 @@
 
     python -m benchmarks.drafting --model runs/quickstart
     python -m benchmarks.drafting --model runs/quickstart --rules verified lookup --limit 500 --no-bfloat16
+    python -m benchmarks.drafting --model runs/quickstart --temperature 0.7 --no-bfloat16
 
-Held-out problems of each task in one batch (one by one where the window is automatic), greedy, float32 at the highest matmul
-precision; the last part in bfloat16, where two orders of summation may pick different tokens: AR and verified of the same weights
-side by side.
+Held-out problems of each task in one batch (one by one where the window is automatic), greedy unless a temperature is given,
+float32 at the highest matmul precision; the last part in bfloat16, where two orders of summation may pick different tokens: AR
+and verified of the same weights side by side.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Annotated
 
 import tyro
 
-from wedlm_jax import Completion, DecodeConfig, Model, generate, load
-from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.errors import entry
+from wedlm_jax import Completion, DecodeConfig, Model, load
+from wedlm_jax.decode.batches import in_batches
+from wedlm_jax.decode.generation import make_request
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
 
@@ -45,17 +47,19 @@ class Flags:
     max_new_tokens: int = 64
     seed: int = 0
     """Which problems."""
+    temperature: float = 0.0
+    """Of AR and of every rule, with the same noise."""
     bfloat16: bool = True
     """Also the last part."""
 
 
 def decode(model: Model, flags: Flags, name: str, config: DecodeConfig) -> list[Completion]:
-    prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, flags.seed)]
-    config = dataclasses.replace(config, max_new_tokens=flags.max_new_tokens)
+    config = dataclasses.replace(config, max_new_tokens=flags.max_new_tokens, temperature=flags.temperature)
+    problems = task(name).problems(flags.limit, flags.seed)
+    # A row's noise goes by its number, in whatever batch it is.
+    requests = [make_request(model, p.prompt, config, row=row, name=name) for row, p in enumerate(problems)]
     # Many rows beside it narrow an automatic window.
-    rows = 1 if config.adapts else len(prompts)
-    batches = (prompts[start : start + rows] for start in range(0, len(prompts), rows))
-    return [completion for batch in batches for completion in generate(model, batch, config)]
+    return list(in_batches(model, requests, batch_size=1 if config.adapts else len(requests)))
 
 
 def tokens_per_forward(completions: list[Completion]) -> float:
@@ -83,12 +87,14 @@ def gap_where_they_part(verified: Completion, alone: Completion) -> float | None
 @entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
+    if flags.temperature and flags.bfloat16:
+        raise UserError("the part in bfloat16 asks which token is likeliest: --no-bfloat16 with a temperature")
     exact = load_exact(flags.model)
     autoregressive = {name: decode(exact, flags, name, DecodeConfig("ar")) for name in TASKS}
     print(
-        f"tokens per forward of at most {flags.limit} problems, and how many equal AR:\n\n| drafts | {' | '.join(TASKS)} |"
+        f"temperature {flags.temperature:g}, at most {flags.limit} problems: tokens per forward, and how many equal AR\n"
     )
-    print("|---|" + "---|" * len(TASKS))
+    print(f"| drafts | {' | '.join(TASKS)} |\n|---|{'---|' * len(TASKS)}")
     drafted: dict[str, list[Completion]] = {}
     for label in flags.rules:
         config, cells = RULES[label], []

@@ -81,6 +81,24 @@ def test_few_queries_are_dense_masked_attention_in_wider_tiles(monkeypatch, quer
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5)
 
 
+def test_a_gpu_takes_fewer_and_larger_tiles_with_the_same_results(monkeypatch):
+    monkeypatch.setattr(ranges, "QUERY_TILE", 2)
+    monkeypatch.setattr(ranges, "KEY_TILE", 1)
+    monkeypatch.setattr(ranges, "DENSE_SCORES", 4)
+    q, k, v, d_out, start, end = random_case(0)
+    end = np.maximum(end, start + 1)
+    arguments = q, k, v, start, end, d_out, jnp.ones(q.shape[:3])
+    on_cpu = quick_jit(vjp_of)(*arguments)
+    monkeypatch.setattr(ranges, "target_platform", lambda: "gpu")
+    on_gpu = quick_jit(vjp_of)(*arguments)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=3e-5), on_gpu, on_cpu)
+    text = jax.jit(lambda *x: attend_ranges(*x)).lower(*arguments[:5]).as_text()
+    K, G = k.shape[2], N // k.shape[2]
+    assert f"tensor<{K}x{6 * G}x4xf32>" in text, "eleven queries in two tiles, over four keys at a time"
+    q, start, end = (x[:, :1] for x in (q, start, end))
+    assert "while" not in jax.jit(lambda *x: attend_ranges(*x)).lower(q, k, v, start, end).as_text()
+
+
 def test_a_window_over_a_long_context_computes_no_score_of_padding():
     H, K, G, window, context = 8, 2, 3, 16, 8192
     q, keys = jnp.ones((1, window, K * G, H)), jnp.ones((1, context, K, H))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from wedlm_jax.ops.attention.choice import PLATFORMS, target_platform
 from wedlm_jax.ops.attention.dense import MASKED_SCORE, attend, scores
 from wedlm_jax.program_costs import kernel_runs
 
@@ -26,6 +27,10 @@ WIDER_KEY_TILES = 4  # so many times as wide at most, where the queries are few
 
 # So few scores a head are held at once: there the loops cost more than the scores that nobody sees.
 DENSE_SCORES = 2**16
+
+# A round costs a GPU the host's answer and the start of several kernels, however little it computes: so its tiles have four times
+# as many queries and keys, and four times as many scores are held at once. Reckoned; nothing has run on a GPU.
+LARGER_ON_GPU = 4
 
 # The name of output and log-sum-exp, of every implementation, to a remat policy: what it keeps by this name
 # (`jax.checkpoint_policies.save_only_these_names`) the backward pass finds instead of computing it again.
@@ -53,7 +58,7 @@ def attend_ranges(
     chex.assert_is_divisible(N, K)
     chex.assert_shape([start_BT, end_BT], (B, T))
     chex.assert_type([start_BT, end_BT], int)
-    if T * S <= DENSE_SCORES:
+    if T * S <= DENSE_SCORES * _larger():
         keys_S = jnp.arange(S)
         return attend(q_BTNH, k_BSKH, v_BSKH, (start_BT[..., None] <= keys_S) & (keys_S < end_BT[..., None]))
     # Heads first before the rows are taken apart: a cache lies like that, and XLA turns nothing round.
@@ -180,8 +185,12 @@ def _scores(q_KRH: jax.Array, k_KCH: jax.Array, start_R: jax.Array, end_R: jax.A
 def _tile_sizes(T: int) -> tuple[int, int]:
     """Queries and keys of a tile: no more tiles of queries than it takes, cut evenly, so that next to none is padding. Those of a
     decoding window hold few queries, and are wider instead."""
-    queries = -(-T // -(-T // QUERY_TILE))
-    return queries, KEY_TILE * min(QUERY_TILE // queries, WIDER_KEY_TILES)
+    queries = -(-T // -(-T // (QUERY_TILE * _larger())))
+    return queries, KEY_TILE * max(_larger(), min(QUERY_TILE // queries, WIDER_KEY_TILES))
+
+
+def _larger() -> int:
+    return LARGER_ON_GPU if target_platform() in PLATFORMS["tokamax"] else 1
 
 
 def _over_tiles_seen(
