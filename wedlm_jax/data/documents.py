@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,8 @@ class Document:
 class Documents:
     """`documents[i]` for every i >= 0. It can be pickled for a worker process.
 
-    Every part of a mixture has its own shuffle, and every epoch of it an order of its own.
+    Every part of a mixture has its own shuffle, and every epoch of it an order of its own. Document i belongs to group i modulo
+    `num_groups`, and every group mixes the parts on its own, so its rows have the shares of the mixture too.
 
     Raises:
         UserError: a source cannot be opened; on access, a bad record under `on_bad_record="error"`.
@@ -67,23 +69,37 @@ class Documents:
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_order"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_mix", "_orders")}
 
     @functools.cached_property
-    def _order(self) -> grain.MapDataset:
-        """Element i: which source, and the index in it."""
-        parts = [
+    def _mix(self) -> grain.MapDataset:
+        """Element k: which part a group draws from in its turn k, and how often it has drawn from that part before."""
+        turns = [
+            grain.MapDataset.range(sys.maxsize).map(functools.partial(_pair, number))
+            for number in range(len(self._sources))
+        ]
+        return grain.MapDataset.mix(turns, self._config.weights)
+
+    @functools.cached_property
+    def _orders(self) -> list[grain.MapDataset]:
+        """Of each source, its indices in the endless order in which they come."""
+        return [
             grain.MapDataset.range(len(source))
             .seed(self._seed if number == 0 else _seed_of_part(self._seed, number))
             .shuffle()
             .repeat()
-            .map(functools.partial(_pair, number))
             for number, source in enumerate(self._sources)
         ]
-        return parts[0] if len(parts) == 1 else grain.MapDataset.mix(parts, self._config.weights)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Of document `index`: which source, and the index in it."""
+        turn, group = divmod(index, self._config.num_groups)
+        number, drawn = self._mix[turn]
+        # The groups share out each part's order as they share out the documents, so a record still comes once an epoch.
+        return number, self._orders[number][drawn * self._config.num_groups + group]
 
     def __getitem__(self, index: int) -> Document:
-        number, place = self._order[index]
+        number, place = self._place(index)
         source = self._sources[number]
         raw = source.fetch(place)
         if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
@@ -140,8 +156,8 @@ class Documents:
         return example
 
 
-def _pair(number: int, place: int) -> tuple[int, int]:
-    return number, place
+def _pair(number: int, drawn: int) -> tuple[int, int]:
+    return number, drawn
 
 
 def _seed_of_part(seed: int, number: int) -> int:
