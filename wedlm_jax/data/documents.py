@@ -137,7 +137,8 @@ class Documents:
         if isinstance(record, Text):
             if not record.text:
                 raise BadRecord("the text is empty")
-            documents = [np.array([*encode_text(tokenizer, record.text), end_token_id(tokenizer)], np.int32)]
+            end = [end_token_id(tokenizer)] if record.ends else []
+            documents = [np.array([*encode_text(tokenizer, record.text), *end], np.int32)]
         else:
             _check_tokens(record.tokens, len(tokenizer))
             ends = () if record.document_end_id is None else np.flatnonzero(record.tokens == record.document_end_id) + 1

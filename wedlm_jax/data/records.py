@@ -17,6 +17,7 @@ class BadRecord(UserError):
 @dataclasses.dataclass(frozen=True)
 class Text:
     text: str
+    ends: bool = True  # False of a section that another one of the same file follows
 
 
 @dataclasses.dataclass(frozen=True)

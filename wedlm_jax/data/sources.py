@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,8 @@ from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError, reason
+
+_SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
 
 def open_source(
@@ -88,30 +91,58 @@ class Joined:
 
 
 class TextFile:
-    """One file of plain text or code: one document."""
+    """One file of plain text or code. A long one is many documents, sections that end at line ends: so its parts are shuffled,
+    shared out to the groups and held out as files are, and tokenized one at a time."""
 
     splits_itself = False
 
     def __init__(self, path: Path):
         self._path = path
+        self._ends: list[int] | None = None  # bytes up to the end of each section
 
     def __len__(self) -> int:
-        return 1
+        return len(self._index())
 
     def where(self, index: int) -> str:
         return str(self._path)
 
     def fetch(self, index: int) -> bytes:
-        try:
-            return self._path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
+        start = self._start(index)
+        with self._reading(), self._path.open("rb") as file:
+            file.seek(start)
+            return file.read(self._index()[index] - start)
 
     def parse(self, index: int, raw: Raw) -> Record:
         try:
-            return Text(raw.decode())
+            return Text(raw.decode(), ends=index + 1 == len(self))
         except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 (byte {error.start})") from None
+            raise BadRecord(f"not UTF-8 (byte {self._start(index) + error.start})") from None
+
+    def _start(self, index: int) -> int:
+        return self._index()[index - 1] if index else 0
+
+    def _index(self) -> list[int]:
+        if self._ends is None:
+            with self._reading():
+                size = self._path.stat().st_size
+                self._ends = [size] if size <= _SECTION else list(self._cut(size))
+        return self._ends
+
+    def _cut(self, size: int) -> Iterator[int]:
+        end = 0
+        with self._path.open("rb") as file:
+            while end < size:
+                file.seek(end + _SECTION - 1)
+                file.readline()  # no character of UTF-8 goes over a line end
+                end = min(file.tell(), size)
+                yield end
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
 
 
 class Problems:

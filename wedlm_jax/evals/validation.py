@@ -80,7 +80,8 @@ class Validation:
             stream = batches(data, tokenizer, settings.objective.block_size, rows, SEED, "held_out", own, num_shares)
             drawn = [next(stream) for _ in range(num_batches)]
         except UserError as error:
-            raise UserError(f"train.eval_every asks for held-out data: {error}") from error
+            asked = f"train.eval_every asks for held-out data: {error}"
+            raise UserError(f"{asked}, or measure nothing with train.eval_every=0") from error
         self._batches = [place(batch, mesh) for batch in drawn]
         room = settings.model.max_position_embeddings - evaluation.max_new_tokens
         # One process alone decodes: a completion is not worth gathering the model for.

@@ -1,0 +1,55 @@
+"""Files of plain text: short ones as they are, long ones in sections."""
+
+import pytest
+
+from tests.data.test_sources import epoch
+from tests.data.tiny import config_of, sentence, stream, tokenizer
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.sources import open_path
+from wedlm_jax.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def long_file(tmp_path_factory):
+    """Of several sections, with characters of several bytes and a line that is longer than a section."""
+    path = tmp_path_factory.mktemp("long") / "long.txt"
+    lines = [f"{sentence(number, 12)} äöü €\n" for number in range(6000)]
+    path.write_text("".join([*lines, "the cat " * 10_000, "\n", *lines[:10], "no line end"]), encoding="utf-8")
+    return path
+
+
+def test_a_long_text_file_is_many_documents_cut_at_line_ends(long_file):
+    source, content = open_path(config_of(long_file, "text"), 64), long_file.read_bytes()
+    sections = [source.fetch(index) for index in range(len(source))]
+    assert b"".join(sections) == content and len(sections) > 4
+    assert all(section.endswith(b"\n") and len(section) >= 1 << 16 for section in sections[:-1])
+    assert sum(len(section) > 70_000 for section in sections) == 1
+    records = [source.parse(index, raw) for index, raw in enumerate(sections)]
+    assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
+
+
+def test_a_text_file_that_is_no_longer_than_a_section_is_one_document(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"a\n" * (1 << 15))
+    source = open_path(config_of(path, "text"), 64)
+    assert len(source) == 1 and source.fetch(0) == path.read_bytes() and source.parse(0, source.fetch(0)).ends
+    path.write_bytes(b"a\n" * (1 << 15) + b"\xff")
+    source = open_path(config_of(path, "text"), 64)
+    with pytest.raises(UserError, match=r"not UTF-8 \(byte 65536\)"):
+        source.parse(1, source.fetch(1))
+
+
+def test_the_end_token_closes_a_long_file_once(long_file):
+    documents = Documents(config_of(long_file, "text"), tokenizer(), 0, "train")
+    pieces = [document.examples[-1].tokens for document in (documents[i] for i in range(documents.epoch))]
+    assert sum(tokens[-1] == tokenizer().eos_token_id for tokens in pieces) == 1
+
+
+def test_groups_read_different_places_of_one_long_file(long_file):
+    batch = next(stream(config_of(long_file, "text", num_groups=4)))
+    assert len({row.tobytes() for row in batch.tokens}) == 4
+
+
+def test_one_long_file_has_training_and_held_out_documents(long_file):
+    for split in ("train", "held_out"):
+        assert epoch(config_of(long_file, "text", held_out_share=0.5, row_length=1024), split)
