@@ -8,10 +8,13 @@ import typing
 import jax.numpy as jnp
 import pytest
 
+from tests.data.tiny import sentence, tokenizer, write_lines
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import Checkpoints, saved_steps
 from wedlm_jax.config_tree import sections_of
+from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import read_metrics
@@ -103,6 +106,33 @@ def test_every_field_of_the_loop_changes_something(field, seen, tmp_path, reques
     assert changed != plain
     expected = {"keep_checkpoints": [4, 6], "best_metric": [4, 6], "checkpoint_every": [6]}
     assert changed["saved"] == expected.get(field, changed["saved"])
+
+
+def test_a_bad_record_costs_no_step_and_the_run_goes_on_without_it(seen, tmp_path):
+    save_tokenizer(tokenizer(), tmp_path / "tokenizer")
+    records = [{"text": sentence(number, 60)} for number in range(20)]
+    path = write_lines(tmp_path / "text.jsonl", records)
+    fields = (
+        "data.source=text", f"data.path={path}", "data.held_out_share=0", f"tokenizer.path={tmp_path / 'tokenizer'}",
+        "train.steps=12", "train.checkpoint_every=1000", "train.eval_every=0",
+    )  # fmt: skip
+    (example, *_) = Documents(override(BASE, *fields).data, tokenizer(), EXPERIMENT.train.seed, "train")[11].examples
+    number = int(str(tokenizer().decode(example.tokens)).partition(":")[0])
+    write_lines(path, [*records[:number], "{", *records[number + 1 :]])
+
+    met = outcome(seen, tmp_path / "run", *fields)
+    (step,) = met["saved"]
+    assert 1 < step < 12 and len(seen["batches"]) == step
+    assert met["ended"].startswith(f"{path}:{number + 1}: broken JSON")
+    assert met["ended"].endswith(f"; step {step} of 12 is saved in {tmp_path / 'run'}")
+    assert outcome(seen, tmp_path / "run", *fields)["ended"] == met["ended"].partition("; step")[0]
+    gone_on = outcome(seen, tmp_path / "run", *fields, "data.on_bad_record=skip")
+    assert gone_on["ended"] is True and [line["step"] for line in gone_on["lines"]] == [2, 4, 6, 8, 10, 12]
+
+    batches = seen["batches"].copy()
+    seen["batches"].clear()
+    outcome(seen, tmp_path / "uninterrupted", *fields, "data.on_bad_record=skip")
+    assert batches == seen["batches"]
 
 
 PLAIN = pytest.StashKey[dict]()

@@ -113,7 +113,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 
     Raises:
       UserError: something that it needs is missing or does not fit, the workdir holds another run, a checkpoint cannot be
-        written, or too many updates in a row were not finite.
+        written, or too many updates in a row were not finite; or a record of the data is bad, and then a single process first
+        saves the steps before it.
     """
     config, objective = experiment.train, experiment.objective
     resumed = bool(saved_steps(workdir))
@@ -195,6 +196,8 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 
         # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
         waiting: tuple[int, dict[str, jax.Array], dict[str, int]] | None = None
+        saved = start  # the newest step with a checkpoint
+        kept_by: dict[str, Any] = {}  # the metrics of the newest step that was reported, for its checkpoint
         with (
             Termination() as termination,
             Report(
@@ -205,7 +208,19 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         ):  # fmt: skip
             for step in range(start + 1, config.steps + 1):
                 masks = step > objective.ar_steps
-                batch = place(next(stream), mesh)
+                try:
+                    batch = place(next(stream), mesh)
+                except UserError as error:
+                    # To save takes all processes, and of several the others are on their way into this step.
+                    if step - 1 == saved or jax.process_count() > 1:
+                        raise
+                    if waiting is not None:
+                        numbers = report.step(*waiting)
+                        stop_if_not_finite(numbers, config)
+                        kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"]}
+                    checkpoints.save(state, step - 1, place_in_data(stream, shares), kept_by)
+                    checkpoints.wait()
+                    raise UserError(f"{error}; step {step - 1} of {config.steps} is saved in {workdir}") from error
                 last = step == config.steps
                 measure = validation is not None and (step % config.eval_every == 0 or last)
                 logged = step % config.log_every == 0 or last or measure
@@ -235,9 +250,10 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                 stop_if_not_finite(numbers, config)
                 if measured:
                     report.validation(step, measured, samples)
+                kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], **measured}
                 if save:
-                    kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], **measured}
                     checkpoints.save(state, step, place_in_data(stream, shares), kept_by)
+                    saved = step
                 if told_to_end and not last:
                     checkpoints.wait()
                     say(
