@@ -55,7 +55,8 @@ def test_the_numbers_are_those_of_the_batches(path):
     segments = np.concatenate([batch.segment_ids.ravel() for batch in found.batches])
     learned = sum(int(batch.loss_mask.sum()) for batch in found.batches)
     assert sum(found.lengths) == (segments > 0).sum() and len(found.lengths) == 20
-    assert found.padding == pytest.approx((segments == 0).mean())
+    full = np.concatenate([batch.segment_ids.ravel() for batch in found.batches[:-1]])
+    assert found.padding == pytest.approx((full == 0).mean())
     assert found.learned == pytest.approx(learned / (segments > 0).sum())
     assert inspect(documents, 5, **SHAPE).documents == 5
 
@@ -63,9 +64,20 @@ def test_the_numbers_are_those_of_the_batches(path):
     show(console, found, tokenizer(), samples=1)
     printed = console.file.getvalue()
     assert "row 0" in printed and "row 1" not in printed and "skipped records: 1" in printed
-    assert f"{found.padding:.1%}" in printed and f"{found.learned:.1%}" in printed
+    assert f"padding: {found.padding:.1%} of the places of {len(found.batches) - 1} full batch" in printed
+    assert f"{found.learned:.1%}" in printed
     bars = [line.split() for line in printed.splitlines() if line.endswith("#") or "# " in line]
     assert sum(int(bar[1]) for bar in bars) == 20
+
+
+def test_what_the_end_of_the_reading_left_empty_is_no_padding(path):
+    """Of the only batch, the rows that no document was put into."""
+    documents = Documents(config_of(path, on_bad_record="skip"), tokenizer(), 0, "train")
+    found = inspect(documents, 1, **SHAPE | {"num_rows": 8})
+    assert found.padding == pytest.approx(1 - found.lengths[0] / 128)
+    console = Console(file=io.StringIO(), width=100)
+    show(console, found, tokenizer(), samples=0)
+    assert "of the places of the rows begun; they fill no batch" in console.file.getvalue()
 
 
 def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, capsys):

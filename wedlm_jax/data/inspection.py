@@ -35,8 +35,10 @@ class Inspection:
 
     @property
     def padding(self) -> float:
-        """Share of the places of all rows."""
-        return 1 - sum(self.lengths) / sum(batch.tokens.size for batch in self.batches)
+        """Share of the places of all batches but the last, which the end of the reading left partly filled; where it is the only
+        one, of its rows that were begun."""
+        segments = np.concatenate([batch.segment_ids for batch in self.batches[:-1] or self.batches])
+        return float((segments[segments.any(axis=1)] == 0).mean())
 
     @property
     def learned(self) -> float:
@@ -85,7 +87,9 @@ def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenize
     )
     if inspection.lengths:
         console.print(histogram(inspection.lengths))
-        console.print(f"padding: {inspection.padding:.1%} of the places of {len(inspection.batches)} batches")
+        full = len(inspection.batches) - 1
+        where = f"{full} full batch{'es' if full > 1 else ''}" if full else "the rows begun; they fill no batch"
+        console.print(f"padding: {inspection.padding:.1%} of the places of {where}")
         console.print(f"learned: {inspection.learned:.1%} of the tokens")
     console.print(
         f"documents: {inspection.documents} of {inspection.seen} in the stream; skipped records: {len(inspection.skipped)}"
