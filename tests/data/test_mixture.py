@@ -1,11 +1,22 @@
 """A mixture: its shares in every group of rows, every record of a part once an epoch, no part missing silently."""
 
+import itertools
+import json
+
 import numpy as np
 import pytest
 
-from tests.data.tiny import sentence, stream, tokenizer, write_lines
+from tests.data.tiny import chat, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.split import split_by_hash
+from wedlm_jax.errors import UserError
+
+# Where half of all documents are held out, the one is and the other is not.
+HELD_OUT, TRAINED = (
+    next(chat(n) for n in itertools.count() if split_by_hash(json.dumps(chat(n)).encode(), 0.5) == split)
+    for split in ("held_out", "train")
+)
 
 
 def mixture(folder, *counts, **fields):
@@ -39,3 +50,33 @@ def test_a_record_of_a_mixture_comes_once_an_epoch_of_its_part_whatever_the_grou
         assert 54 <= len(texts) <= 66 and len(set(texts)) == length
         for start in range(0, len(texts) - length + 1, length):
             assert len(set(texts[start : start + length])) == length
+
+
+def with_part(folder, record, **fields):
+    """Of many good records, and of one."""
+    first = write_lines(folder / "first.jsonl", [chat(number, 3) for number in range(20)])
+    second = write_lines(folder / "second.jsonl", [record])
+    parts = tuple(WeightedSource("chat", str(path)) for path in (first, second))
+    return DataConfig(source="mixture", mixture=parts, row_length=256, held_out_share=0.5, **fields)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (HELD_OUT, "the training split holds no document of .*second.jsonl; lower data.held_out_share"),
+        ("{", "every record of .*second.jsonl is bad, the last: .*second.jsonl:1: broken JSON"),
+    ],
+)
+def test_a_part_that_gives_nothing_ends_the_training_by_its_name(tmp_path, record, message):
+    iterator = stream(with_part(tmp_path, record, on_bad_record="skip"))
+    with pytest.raises(UserError, match=message):
+        for _ in range(100):
+            next(iterator)
+
+
+def test_a_part_that_holds_nothing_out_is_told_once(tmp_path, capsys):
+    iterator = stream(with_part(tmp_path, TRAINED, num_groups=2), split="held_out")
+    for _ in range(50):
+        next(iterator)
+    told = f"warning: the held-out split holds no document of {tmp_path / 'second.jsonl'}; raise data.held_out_share"
+    assert capsys.readouterr().err.splitlines() == [told]

@@ -38,6 +38,7 @@ class Document:
 
     examples: tuple[Example, ...] = ()  # the consecutive pieces of a long text, else one
     skipped: str | None = None  # the place and the reason
+    part: int = 0  # of the mixture
 
 
 class Documents:
@@ -55,15 +56,16 @@ class Documents:
         self._tokenizer = with_end_token(tokenizer, config.end_token)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
+        self.names = [str(part.path or part.source) for part in config.parts]
         self.epoch = sum(self.records)  # documents, of both splits where a source has both
 
     def require_records(self, saved: Sequence[int]) -> None:
         """Raises a `UserError` where a source had another number of records in a run that is to go on: with another number all
         of them come in another order, some again and some never."""
-        for part, before, now in zip(self._config.parts, saved, self.records, strict=True):
+        for name, before, now in zip(self.names, saved, self.records, strict=True):
             if now != before:
                 raise UserError(
-                    f"{part.path or part.source} had {before:,} records when the checkpoint was saved and has {now:,} now, which "
+                    f"{name} had {before:,} records when the checkpoint was saved and has {now:,} now, which "
                     "changes the order of all; put it back as it was, or start again in another --workdir with "
                     "init_from=WORKDIR, the one of this run"
                 )
@@ -103,13 +105,13 @@ class Documents:
         source = self._sources[number]
         raw = source.fetch(place)
         if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
-            return Document()
+            return Document(part=number)
         try:
-            return Document(self._examples(source.parse(place, raw), index))
+            return Document(self._examples(source.parse(place, raw), index), part=number)
         except BadRecord as error:
             message = f"{source.where(place)}: {error}"
             if self._config.on_bad_record == "skip":
-                return Document(skipped=message)
+                return Document(skipped=message, part=number)
             raise BadRecord(f"{message} (data.on_bad_record=skip leaves such records out and counts them)") from None
 
     def _examples(self, record: Record, index: int) -> tuple[Example, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig
-from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.documents import Document, Documents
 from wedlm_jax.data.examples import Example
 from wedlm_jax.data.packing import PackedBatch, pack
 from wedlm_jax.data.reading import Reader
@@ -25,8 +26,8 @@ State = dict[str, list[int]]  # one int for every group, and RECORDS
 RECORDS = "records"  # in a state: the number of records of each source
 
 _NO_DOCUMENT: Mapping[Split, str] = {
-    "train": "the training split holds no document; lower data.held_out_share",
-    "held_out": "the held-out split holds no document; raise data.held_out_share",
+    "train": "the training split holds no document{}; lower data.held_out_share",
+    "held_out": "the held-out split holds no document{}; raise data.held_out_share",
 }
 
 
@@ -46,7 +47,7 @@ class PackedBatches(Iterator[PackedBatch]):
     a batch is the same however many processes share the groups.
 
     Raises:
-        UserError: on `next`, a bad record, or a split without documents.
+        UserError: on `next`, a bad record, or a split without documents; in training, a part of a mixture without any.
     """
 
     def __init__(
@@ -168,21 +169,43 @@ class _Pending:
 
 
 def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> Iterator[tuple[Place, Example]]:
-    """Every piece of the documents from `start` on, each with its own place."""
-    skipped, without, reason = start.skipped_records, 0, None
+    """Every piece of the documents from `start` on, each with its own place. A part of a mixture without any ends the training
+    too, and is told of the held-out split."""
+    skipped, split = start.skipped_records, documents.split
     index, first = start.next_example, start.next_piece
-    barren = 3 * documents.epoch + 100  # so many documents without an example, and there will be none
+    whole, parts = _Drought(documents.epoch), [_Drought(records) for records in documents.records]
     for document in reader.read(index, step):
-        if document.skipped is not None:
-            skipped, reason = skipped + 1, document.skipped
+        skipped += document.skipped is not None
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
-        without, reason = (0, None) if document.examples else (without + 1, reason)
-        if without > barren:
-            raise UserError(
-                f"every record of the data is bad, the last: {reason}" if reason else _NO_DOCUMENT[documents.split]
-            )
+        for drought, name in ((whole, None), (parts[document.part], documents.names[document.part])):
+            if not drought.see(document):
+                continue
+            message = _NO_DOCUMENT[split].format(f" of {name}" if name else "")
+            if drought.reason:
+                message = f"every record of {name or 'the data'} is bad, the last: {drought.reason}"
+            if split == "train" or drought is whole:
+                raise UserError(message)
+            if index % step == 0:  # one group speaks for all
+                print(f"warning: {message}", file=sys.stderr)
         index, first = index + step, 0
+
+
+class _Drought:
+    """Documents in a row without an example."""
+
+    def __init__(self, records: int):
+        self._longest = 3 * records + 100  # after so many there will be none
+        self._length = 0
+        self.reason: str | None = None  # why the last bad record was skipped
+
+    def see(self, document: Document) -> bool:
+        """Counts one more; whether they have just become too many."""
+        if document.examples:
+            self._length, self.reason = 0, None
+        else:
+            self._length, self.reason = self._length + 1, document.skipped or self.reason
+        return self._length == self._longest + 1
 
 
 def batches(
