@@ -3,7 +3,7 @@
 import pytest
 
 from tests.data.test_sources import epoch
-from tests.data.tiny import config_of, sentence, stream, tokenizer
+from tests.data.tiny import config_of, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.errors import UserError
@@ -53,3 +53,21 @@ def test_groups_read_different_places_of_one_long_file(long_file):
 def test_one_long_file_has_training_and_held_out_documents(long_file):
     for split in ("train", "held_out"):
         assert epoch(config_of(long_file, "text", held_out_share=0.5, row_length=1024), split)
+
+
+def test_empty_files_of_a_folder_are_no_documents(tmp_path):
+    """Python packages are full of them."""
+    for name in ("a/__init__.py", "b/__init__.py", "c/__init__.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=f"^{tmp_path}: the text is empty$"):
+        open_path(config_of(tmp_path, "text"), 64)
+    for name in ("a/one.py", "b/two.py"):
+        (tmp_path / name).write_text(f"# {name}\n")
+    assert [learned for _, learned in epoch(config_of(tmp_path, "text"))] == [
+        "# a/one.py\n<|im_end|>",
+        "# b/two.py\n<|im_end|>",
+    ]
+    write_lines(tmp_path / "c" / "empty.jsonl", [{"text": ""}])
+    with pytest.raises(UserError, match=r"empty.jsonl:1: the text is empty"):
+        epoch(config_of(tmp_path, "text"))

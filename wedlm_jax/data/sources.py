@@ -52,6 +52,8 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
         sources = [
             JsonLines(file, part) if file.name.endswith(ENDINGS) else TextFile(file) for file in find_files(path)
         ]
+        if not any(map(len, sources)):
+            raise UserError(f"{path}: the text is empty")
     elif part.source == "tokens":
         sources = [TokenArray(file, part, row_length) for file in find_files(path, (".npy",))]
     elif part.source == "parquet":
@@ -92,7 +94,7 @@ class Joined:
 
 class TextFile:
     """One file of plain text or code. A long one is many documents, sections that end at line ends: so its parts are shuffled,
-    shared out to the groups and held out as files are, and tokenized one at a time."""
+    shared out to the groups and held out as files are, and tokenized one at a time. An empty one is none."""
 
     splits_itself = False
 
@@ -125,7 +127,7 @@ class TextFile:
         if self._ends is None:
             with self._reading():
                 size = self._path.stat().st_size
-                self._ends = [size] if size <= _SECTION else list(self._cut(size))
+                self._ends = [size] if 0 < size <= _SECTION else list(self._cut(size))
         return self._ends
 
     def _cut(self, size: int) -> Iterator[int]:
