@@ -1,5 +1,6 @@
 """The stream under resume, groups, processes and workers: always the same batches."""
 
+import concurrent.futures
 import hashlib
 import itertools
 import json
@@ -20,6 +21,7 @@ from wedlm_jax.data.examples import from_completion
 from wedlm_jax.data.packing import PackedBatch, pack
 from wedlm_jax.data.pipeline import DataConfig, batches, make_tokenizer
 from wedlm_jax.data.quickstart_tasks import QuickstartProblems
+from wedlm_jax.data.reading import Reader
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError
@@ -117,6 +119,31 @@ def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(file
         assert (digest(next(iterator)), iterator.get_state(), iterator.skipped_records) == expected[place]
     workers = iterator._reader._workers()._processes
     assert len(workers) == 2 and all(os.getpgid(pid) == pid for pid in workers)
+
+
+@pytest.mark.parametrize(("groups", "chunks"), [(1, 6), (2, 3), (8, 1)])
+def test_groups_share_what_is_read_ahead(files, monkeypatch, groups, chunks):
+    """Of two workers; each group has a chunk in use beside those ahead of it."""
+    documents, submitted = Documents(config(files, "chat", num_groups=groups), tokenizer(), 0, "train"), []
+
+    class Pool(concurrent.futures.Executor):
+        def __init__(self, *args, **kwargs): ...
+
+        def submit(self, read, start, step):
+            submitted.append(start)
+            done = concurrent.futures.Future()
+            done.set_result(([documents[start]], None))
+            return done
+
+    monkeypatch.setattr("wedlm_jax.data.reading.concurrent.futures.ProcessPoolExecutor", Pool)
+    reader = Reader(documents, 2, groups)
+    iterators = [reader.read(group, groups) for group in range(groups)]
+    for iterator in iterators:
+        next(iterator)
+    assert len(submitted) == groups * (1 + chunks)
+    for _ in range(3):
+        next(iterators[0])
+    assert len(submitted) == groups * (1 + chunks) + 3
 
 
 def test_a_bad_record_is_told_at_the_same_batch_with_workers_and_without(files):

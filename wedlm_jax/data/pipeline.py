@@ -62,7 +62,7 @@ class PackedBatches(Iterator[PackedBatch]):
         pad_token_id: int,
         num_workers: int = 0,
     ):
-        self._reader, self._documents = Reader(documents, num_workers), documents
+        self._reader, self._documents = Reader(documents, num_workers, len(groups)), documents
         self._groups, self._num_groups = groups, num_groups
         self._pack = {
             "num_rows": rows_per_group, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id,

@@ -16,16 +16,17 @@ from wedlm_jax.data.documents import Document, Documents
 from wedlm_jax.errors import UserError
 
 _CHUNK = 16  # documents of one task of a worker
-_CHUNKS_AHEAD = 3  # per worker
+_CHUNKS_AHEAD = 3  # per worker, of all iterators
 
 _Chunk = tuple[list[Document], UserError | None]
 
 
 class Reader:
-    """Documents by index; any number of iterators share its workers."""
+    """Documents by index. So many iterators as it is told of share its workers, and what is read ahead."""
 
-    def __init__(self, documents: Documents, num_workers: int):
+    def __init__(self, documents: Documents, num_workers: int, iterators: int):
         self._documents, self._num_workers = documents, num_workers
+        self._ahead = max(_CHUNKS_AHEAD * num_workers // iterators, 1)
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def read(self, start: int, step: int) -> Iterator[Document]:
@@ -38,11 +39,12 @@ class Reader:
             for index in itertools.count(start, step):
                 yield self._documents[index]
         waiting: collections.deque[concurrent.futures.Future[_Chunk]] = collections.deque()
-        starts = itertools.count(start, step * _CHUNK)
         try:
-            while True:
-                while len(waiting) < _CHUNKS_AHEAD * self._num_workers:
-                    waiting.append(self._workers().submit(_read_chunk, next(starts), step))
+            for chunk_start in itertools.count(start, step * _CHUNK):
+                # One more before one is used, so that there is work for the workers meanwhile.
+                waiting.append(self._workers().submit(_read_chunk, chunk_start, step))
+                if len(waiting) <= self._ahead:
+                    continue
                 documents, error = waiting.popleft().result()
                 yield from documents
                 if error is not None:
