@@ -16,6 +16,7 @@ from tests.tiny_training import EXPERIMENT
 from wedlm_jax.data.config import DataConfig, SelfGenerated, SourceConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.prompts import leading_prompts
+from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
 
 CHATS = [chat(number, 1 + number % 3) for number in range(30)]
@@ -158,6 +159,19 @@ def test_subset_reaches_the_library(monkeypatch):
     base = config_of("owner/name", "hf_dataset")
     changed = [base, dataclasses.replace(base, subset="small"), dataclasses.replace(base, dataset_split="test")]
     assert len({digest(next(stream(config))) for config in changed}) == 3
+
+
+@pytest.mark.parametrize("path", ["~/files", "owner/name"])
+def test_files_of_hf_dataset_may_be_in_the_home_directory(tmp_path, monkeypatch, path):
+    """The library expands no tilde; what is not there is an id of the hub."""
+    asked = []
+    made = types.SimpleNamespace(load_dataset=lambda name, *_, **__: asked.append(name) or 1 / 0)
+    monkeypatch.setitem(sys.modules, "datasets", made)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "files").mkdir()
+    with pytest.raises(UserError, match=f"data.path={path}"):
+        Documents(config_of(path, "hf_dataset"), tokenizer(), 0, "train")
+    assert asked == [path.replace("~", str(tmp_path))]
 
 
 def test_a_mixture_goes_through_the_experiment_file():

@@ -127,7 +127,8 @@ class HfTable(Table):
                 rows = datasets.load_from_disk(str(folder))
                 rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
             else:
-                rows = datasets.load_dataset(self._path, self._config.subset, split=split)
+                name = str(folder) if folder.exists() else self._path
+                rows = datasets.load_dataset(name, self._config.subset, split=split)
         except Exception as error:  # of the library, the network, or the formats below it
             raise UserError(f"data.path={self._path}, split {split!r}: cannot be loaded ({reason(error)})") from None
         self._choose(rows.column_names)
