@@ -141,6 +141,8 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
         (("--entropy-threshold", "none"), "--entropy-threshold: tau and lambda are what is chosen here; leave it out"),
         (("--distance-penalty", "0.5"), "--distance-penalty: tau and lambda are what is chosen here; leave it out"),
         (("--temperature", "0.5"), "--temperature 0.5"),
+        (("--mask-token-id", "7"), "--mask-token-id: what is stored is for the model's own mask, which is never drawn"),
+        (("--no-ban-mask",), "--no-ban-mask: what is stored is for the model's own mask, which is never drawn"),
         (("--model", "owner/name"), "is no local directory"),
         (("--data", "nowhere.jsonl"), "--data nowhere.jsonl: cannot be read"),
     ],

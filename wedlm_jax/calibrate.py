@@ -124,6 +124,9 @@ def _check_flags(args: Calibrate) -> None:
     for name in ("entropy_threshold", "distance_penalty"):
         if getattr(args.decode, name) != getattr(DecodeConfig(), name):
             raise UserError(f"--{name.replace('_', '-')}: tau and lambda are what is chosen here; leave it out")
+    for name, flag in (("mask_token_id", "--mask-token-id"), ("ban_mask", "--no-ban-mask")):
+        if getattr(args.decode, name) != getattr(DecodeConfig(), name):
+            raise UserError(f"{flag}: what is stored is for the model's own mask, which is never drawn; leave it out")
     if args.decode.temperature > 0:
         raise UserError(
             f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from wedlm_jax import DecodeConfig, Engine, generate, load, save
 from wedlm_jax.chat import __main__ as command
+from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.decode.prompts import encode_prompt, render_messages
 from wedlm_jax.engine import rows
 
@@ -23,6 +24,8 @@ from ..test_notebooks import CHATML
 
 FLAGS = ("--decoder", "ar", "--max-new-tokens", "9", "--context", "120")
 CONFIG = DecodeConfig("ar", max_new_tokens=9)
+STREAMING = ("--decoder", "streaming", "--window-size", "4", "--mask-token-id", "7")
+CALIBRATION = Calibration(0.4, 0.0, 4, 0.1, 0.0, 100, 3.0)
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +138,13 @@ def test_on_a_terminal_an_error_is_shown_and_the_conversation_goes_on(folder, mo
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
     assert "error: the conversation fills the context of 40 tokens; /reset" in shown
     assert shown.count("tokens per forward") == 1
+
+
+def test_calibrated_thresholds_are_named_where_they_are_used(piped, tmp_path):
+    save(dataclasses.replace(tiny_model(), calibration=CALIBRATION), tmp_path / "calibrated")
+    shown = [piped(model=str(tmp_path / "calibrated"), flags=("--plain", *flags)).err for flags in ((), STREAMING)]
+    assert [f"streaming with {CALIBRATION.in_words()}" in err for err in shown] == [False, True]
+    assert "but with mask_token_id 7, for which no disagreement was measured" in shown[1]
 
 
 def test_an_answer_is_cut_to_what_the_context_leaves(piped):

@@ -84,6 +84,8 @@ def test_it_knows_for_which_settings_its_disagreement_was_measured():
         (dict(distance_penalty=0.1), "lambda 0.1, as given"),
         (dict(window_size="auto"), "window_size 16"),
         (dict(temperature=0.5), "temperature 0.5"),
+        (dict(mask_token_id=7), "mask_token_id 7"),
+        (dict(mask_token_id=tiny_model().mask_token_id, ban_mask=False), "ban_mask off"),
     ):
         unmeasured = f"but with {named}, for which no disagreement was measured"
         configs = DecodeConfig("verified"), DecodeConfig(**{**measured, **change})

@@ -23,6 +23,7 @@ from rich.console import Console
 from wedlm_jax import pretrained
 from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
+from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import bucket
 from wedlm_jax.engine import Engine, Ticket
@@ -60,6 +61,8 @@ def chat(args: Chat, console: Console) -> None:
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
     )
+    for line in calibration_in_use(model, [args.decode]):
+        note(notes, line)
     # Answers are not timed with compilation: of the first prompt, unless the first line is long, and of short turns behind it.
     first = min(len(conversation.prompt("Hello")), engine.context - 1)
     lengths = {bucket(length): length for length in (SMALLEST_CONTEXT - 1, first)}.values()

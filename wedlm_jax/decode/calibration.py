@@ -68,6 +68,8 @@ def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[st
         f"lambda {used[0].penalty:g}, as given": used[0].penalty != found.distance_penalty,
         f"window_size {used[0].window}": used[0].window != found.window_size,
         f"temperature {used[0].temperature:g}": used[0].temperature > 0,
+        f"mask_token_id {used[0].mask_token_id}": used[0].mask_token_id not in (None, model.mask_token_id),
+        "ban_mask off": not used[0].ban_mask,
     }
     unmeasured = ", ".join(setting for setting, differs in settings.items() if differs)
     but = [f"but with {unmeasured}, for which no disagreement was measured"] if unmeasured else []
