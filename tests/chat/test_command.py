@@ -126,7 +126,8 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(piped, monkeypatch):
 def test_the_length_of_a_system_prompt_is_compiled_before_the_first_answer(piped, monkeypatch):
     prefilled, prefill = [], rows.prefill_behind
     monkeypatch.setattr(rows, "prefill_behind", lambda *a, **k: prefilled.append(k["chunk"]) or prefill(*a, **k))
-    piped("hi", flags=("--system", "You are an owl. " * 4, "--max-new-tokens", "2"))
+    shown = piped("hi", flags=("--system", "You are an owl. " * 4, "--max-new-tokens", "2"))
+    assert " 0 of " in shown.err  # prompt tokens cached: what was compiled with is no part of the answer
     assert len(prefilled) == 3 and 32 < prefilled[-1] in prefilled[:-1] and 32 in prefilled[:-1]
 
 

@@ -64,10 +64,13 @@ def chat(args: Chat, console: Console) -> None:
     for line in calibration_in_use(model, [args.decode]):
         note(notes, line)
     # Answers are not timed with compilation: of the first prompt, unless the first line is long, and of short turns behind it.
-    first = min(len(conversation.prompt("Hello")), engine.context - 1)
+    hello = conversation.prompt("Hello")
+    first = min(len(hello), engine.context - 1)
     lengths = {bucket(length): length for length in (SMALLEST_CONTEXT - 1, first)}.values()
     with notes.status("compiling"):
-        for token, length in enumerate(lengths):  # another token each: nothing is used again
+        # Another token each, and none that a conversation begins with: nothing is used again.
+        others = (token for token in range(model.config.vocab_size) if token != hello[0])
+        for token, length in zip(others, lengths, strict=False):
             engine.submit([token] * length, dataclasses.replace(args.decode, max_new_tokens=1)).result()
     for said in spoken(console):
         if said == "/quit":
