@@ -137,12 +137,15 @@ def test_a_stop_id_out_of_range_is_named(stop_id):
         generate(tiny_model(), [[1]], config_of("ar", stop_ids=(3, stop_id)))
 
 
-def test_without_a_mask_id_only_autoregressive_decoding_works():
+def test_without_a_mask_id_decoding_by_masks_names_what_works_instead():
     model = dataclasses.replace(tiny_model(), mask_token_id=None)
     for loop in ("streaming_eager", "verified", "blockwise"):
-        with pytest.raises(UserError, match="no mask token"):
+        with pytest.raises(
+            UserError, match="no mask token: --decoder ar and lookup need none.* adapter .*mask_token_id"
+        ):
             generate(model, [[1]], config_of(loop))
-    assert len(generate(model, [[1]] * 3, config_of("ar"))[0].ids) == 14
+    for loop in ("ar", "lookup"):
+        assert len(generate(model, [[1]] * 3, config_of(loop))[0].ids) == 14
     assert len(generate(model, [[1]] * 3, config_of("streaming_eager", mask_token_id=10))[0].ids) == 14
 
 

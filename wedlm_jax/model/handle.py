@@ -113,6 +113,7 @@ class Model:
         """The mask id, or a `UserError` where the model has none: plain AR decoding never asks for it."""
         if self.mask_token_id is None:
             raise UserError(
-                "this model has no mask token: pass mask_token_id to wedlm_jax.load (a free row of its vocabulary)"
+                "this model has no mask token: --decoder ar and lookup need none; else put an adapter beside it, or name the id "
+                "that it was trained with (mask_token_id)"
             )
         return self.mask_token_id
