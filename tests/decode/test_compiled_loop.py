@@ -270,6 +270,13 @@ def test_where_slots_cost_nothing_one_width_is_compiled():
     assert feeding_widths(32, ON_ACCELERATOR, 17) == (32,) and len(feeding_widths(32, 64 * ON_ACCELERATOR, 17)) > 2
 
 
+@pytest.mark.parametrize("decoder", ["streaming", "verified", "lookup", "blockwise", "ar"])
+def test_the_refill_rule_parts_requests_of_streaming_alone(decoder):
+    configs = [DecodeConfig(decoder, refill=refill) for refill in ("eager", "paper")]
+    kinds = {(config.program(ON_CPU), decode_loop.Program.of(config)) for config in configs}
+    assert len(kinds) == (2 if decoder == "streaming" else 1)
+
+
 def test_sizes_fall_into_buckets():
     assert [DecodeConfig(window_size=w).slots(ON_CPU) for w in (1, 2, 3, 4, 5, 16, 17)] == [2, 4, 8, 8, 16, 32, 64]
     assert [DecodeConfig(window_size=w, refill="paper").slots(ON_CPU) for w in (1, 3, 16)] == [1, 4, 16]

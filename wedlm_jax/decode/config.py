@@ -113,6 +113,11 @@ class DecodeConfig:
         return [f"{name}={value}" for name, value in values.items() if value != getattr(defaults, name)]
 
     @property
+    def refill_rule(self) -> Refill:
+        """`refill` of streaming; of the others, which do not read it, the default: it parts no requests and compiles nothing."""
+        return self.refill if self.decoder == "streaming" else "eager"
+
+    @property
     def uses_masks(self) -> bool:
         return self.decoder not in ("ar", "lookup")
 
@@ -166,7 +171,7 @@ class DecodeConfig:
 
     def program(self, slot_cost: float) -> tuple[object, ...]:
         """What requests must have in common to run in one compiled loop."""
-        return self.decoder, self.refill, self.verify, self.adapts, self.slots(slot_cost)
+        return self.decoder, self.refill_rule, self.verify, self.adapts, self.slots(slot_cost)
 
     def slots(self, slot_cost: float) -> int:
         """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into on a model of this cost of
@@ -177,7 +182,7 @@ class DecodeConfig:
             return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
         # More rows never get a wider window than one, which the bucket must hold.
         bucket = _power_of_two(widest_window(1, slot_cost) if self.adapts else self.window)
-        alone = self.decoder == "lookup" or (self.decoder == "streaming" and self.refill == "paper")
+        alone = self.decoder == "lookup" or self.refill_rule == "paper"
         return bucket if alone else 2 * bucket
 
     @property

@@ -37,7 +37,7 @@ class Program:
 
     @classmethod
     def of(cls, config: DecodeConfig) -> Program:
-        return cls(config.decoder, config.refill, config.verify)
+        return cls(config.decoder, config.refill_rule, config.verify)
 
     def step(
         self, transformer: Transformer, state: DecodeState, settings: RowSettings
