@@ -12,17 +12,17 @@ import pytest
 from wedlm_jax import DecodeConfig, Engine, generate
 from wedlm_jax.decode.generation import verification
 from wedlm_jax.decode.loop import run_steps
-from wedlm_jax.decode.widest_window import widest_window
+from wedlm_jax.decode.widest_window import AUTO_WINDOWS, widest_window
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR
+from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
-from ..decode.models import LOOPS, TINY, config_of, tiny_model
+from ..decode.models import LOOPS, TINY, config_of, reciting_model, tiny_model
 from ..decode.test_precision_and_mesh import EVEN, cut_over
 from ..decode.test_stream import TEXT, reciter, settings, tokenizer
 from .models import SIZES, engine, same, talk, talker
@@ -137,7 +137,17 @@ def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_wide
         shown = max(shown, len(tickets[0].window))
     assert [t.completion.text for t in tickets] == [TEXT] * 3
     assert len(served._groups) == 2 and {config.slots(model.slot_cost) for config in chosen} == {2 * widest}
-    assert 0 < shown <= widest
+    assert 0 < shown <= widest_window(SIZES["rows"], model.slot_cost) < widest
+
+
+def test_an_automatic_window_that_wrong_drafts_have_narrowed_is_shown_as_narrow_as_it_is():
+    special = dict(vocab_size=len(tokenizer()), mask_token_id=tokenizer().mask_token_id, tokenizer=tokenizer())
+    model = reciting_model(tokenizer().encode("abcdefghijklmnop"), drafts=tokenizer().encode("x" * 16), **special)
+    model.slot_cost = ON_CPU
+    served = engine(model)
+    ticket = served.submit("x", settings("verified", window_size="auto", entropy_threshold=float("inf")))
+    served.step()
+    assert widest_window(SIZES["rows"], ON_CPU) > AUTO_WINDOWS[0] == len(ticket.window)
 
 
 def test_an_automatic_window_goes_by_the_rows_of_the_group_however_few_of_them_run():
@@ -175,8 +185,8 @@ def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing
 def test_the_window_shows_what_is_filled_and_what_is_not():
     """Behind the committed tokens: filled slots with their tokens, masks as None, never past max_new_tokens."""
     served = engine(talker())
-    windows = []
-    for loop, prompt in itertools.product(("streaming_eager", "verified", "blockwise"), ([1, 2, 3], [7], [5, 9])):
+    windows, loops = [], ("streaming_eager", "verified", "lookup", "blockwise")
+    for loop, prompt in itertools.product(loops, ([1, 2, 3], [7], [5, 9])):
         ticket, seen = served.submit(prompt, talk(loop, max_new_tokens=13, fill_rule="each", distance_penalty=0.0)), []
         while served.step():
             seen.append((len(ticket.ids), list(ticket.window)))
@@ -184,7 +194,8 @@ def test_the_window_shows_what_is_filled_and_what_is_not():
         for (count, window), (later, _) in itertools.pairwise(seen):
             assert len(window) <= min(4, 13 - count)
             for token, final in zip(window[: later - count], ticket.completion.ids[count:], strict=False):
-                assert loop == "verified" or token in (None, final)  # drafts alone may be rejected
+                assert loop in ("verified", "lookup") or token in (None, final)  # drafts alone may be rejected
+            assert loop != "lookup" or None not in window  # it has no masks
             windows.append(window)
     assert any(None in w[:place] for w in windows for place, token in enumerate(w) if token is not None)  # out of order
 

@@ -177,18 +177,18 @@ class RowGroup:
     def collect(self) -> None:
         """Waits for the run and hands every request what it brought."""
         small = dataclasses.replace(self._state, cache=None, prompt=None)
-        state, progress = jax.device_get((small, self._progress))
+        state, progress, window_size = jax.device_get((small, self._progress, self._settings.window_size))
         self._progress = None
         for number, row in enumerate(self.rows):
             if row.ticket is not None:
-                self._hand_over(number, row.ticket, state, progress)
+                self._hand_over(number, row.ticket, state, progress, int(window_size[number]))
 
-    def _hand_over(self, number: int, ticket: Ticket, state: DecodeState, progress: Progress) -> None:
+    def _hand_over(self, number: int, ticket: Ticket, state: DecodeState, progress: Progress, window_size: int) -> None:
         """One row's part of a run; all arrays are the host's."""
         prompt = ticket.request.prompt
         ids = state.output[number, : state.generated[number]].tolist()
         self.rows[number].tokens = (prompt + ids)[: state.length[number]]
-        window = _beyond(ticket, ids, state, number)
+        window = _beyond(ticket, ids, state, number, window_size)
         reason: FinishReason | None = {RUNNING: None, STOPPED: "stop", FULL: "length"}[int(state.finish[number])]
         # A row that has just met a stop id is read too: the string may have come before it.
         kept = ticket.stop_string_at(ids)
@@ -206,12 +206,13 @@ class RowGroup:
         self._halted[number] = True
 
 
-def _beyond(ticket: Ticket, ids: list[int], state: DecodeState, number: int) -> list[int | None]:
+def _beyond(ticket: Ticket, ids: list[int], state: DecodeState, number: int, window_size: int) -> list[int | None]:
     """The tokens in play behind those that are committed; None for masks."""
     config = ticket.request.config
-    widest = state.window.shape[1] // 2 if config.adapts else config.window
-    width = config.block_size if config.decoder == "blockwise" else widest
+    in_play = min(int(state.auto_window[number]), window_size) if config.adapts else window_size
+    width = config.block_size if config.decoder == "blockwise" else in_play
     first = len(ticket.request.prompt) + len(ids) - int(state.length[number])  # slots before it are committed already
     shown = slice(first, first + min(width, config.max_new_tokens - len(ids)))
     slots = zip(state.window[number, shown].tolist(), state.filled[number, shown].tolist(), strict=True)
-    return [token if filled else None for token, filled in slots]
+    # Where there are no masks, a slot that is not filled is not in play.
+    return [token if filled else None for token, filled in slots if filled or config.uses_masks]
