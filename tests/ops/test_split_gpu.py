@@ -88,6 +88,7 @@ def test_the_kernel_lowers_for_cuda(head_dim):
     end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     text = lowered_for_cuda(attend_split, q, keys, keys, end)
     assert "triton" in text
+    assert text.count("stablehlo.optimization_barrier") == 2  # of a kernel's own merge, and of ours
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "not split"])

@@ -68,7 +68,8 @@ def attend_split(
     out_of_splits, (totals, peaks) = jax.vmap(kernel, (None, 1, 1, None, 1))(
         q_BKRH.reshape(B, -1, H), k_splits, v_splits, None, seen_of_splits
     )
-    peak = jnp.max(peaks, axis=0)
+    # As in jax's own merge: without the barrier XLA may make NaN or other wrong values of what the kernel returned.
+    peak = jax.lax.optimization_barrier(jnp.max(peaks, axis=0))
     shares = jnp.exp(peaks - peak)
     total = jnp.sum(totals * shares, axis=0)
     out = jnp.sum(out_of_splits * shares[..., None], axis=0) / total[..., None]
