@@ -179,6 +179,15 @@ def test_out_of_memory_names_batch_and_window(monkeypatch, where):
             list(stream(tiny_model(), [1], config_of("streaming_eager")))
 
 
+def test_out_of_memory_names_as_many_rows_as_were_decoded(monkeypatch):
+    def exhausted(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(generation, "start", exhausted)
+    with pytest.raises(UserError, match="out of memory with a batch of 48 "):  # 33, filled up
+        generate(tiny_model(), [[1]] * 33, config_of("ar"))
+
+
 @pytest.mark.parametrize(
     ("loop", "line"),
     [

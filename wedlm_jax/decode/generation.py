@@ -255,7 +255,7 @@ def decode_batch(
     filler = shortest._replace(config=dataclasses.replace(shortest.config, max_new_tokens=1))
     filled_up = [*requests, *[filler] * ((rows or 0) - len(requests))]
     traces: list[list[dict]] = [[] for _ in filled_up]
-    with memory_errors(requests):
+    with memory_errors(filled_up):
         batch = Batch(model, filled_up)
         if trace:
             for state, record in batch.stepwise():  # noqa: B007 - the last state is read below
