@@ -91,6 +91,17 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
+def batch_parts(mesh: Mesh | None) -> int:
+    """The parts that the mesh cuts a batch into."""
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def rows_of_a_device(rows: int, mesh: Mesh | None) -> int:
+    """Of a batch of so many those that a device computes: its part, or all of them where they cannot be cut evenly."""
+    parts = batch_parts(mesh)
+    return rows if rows % parts else rows // parts
+
+
 def row_shares(mesh: Mesh) -> dict[int, int]:
     """Process -> the number of the share of a batch's rows that it feeds.
 

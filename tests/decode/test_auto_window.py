@@ -2,21 +2,26 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.decode import generation
 from wedlm_jax.decode.auto_window import next_window, window_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
-from wedlm_jax.decode.generation import Batch, make_request
+from wedlm_jax.decode.generation import Batch, make_request, row_bucket
 from wedlm_jax.decode.verified import widths
 from wedlm_jax.decode.widest_window import ACCEPTED, AUTO_WINDOWS, FED, widest_window
+from wedlm_jax.engine import rows as engine_rows
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
 from .models import MASK, TINY, config_of, reciting_model, tiny_model
+from .test_precision_and_mesh import cut_over
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
 
@@ -59,6 +64,22 @@ def test_rows_that_have_finished_narrow_it_as_well_because_a_forward_computes_th
     batch = batch_of(64, ON_ACCELERATOR)
     state = dataclasses.replace(batch.state, finish=jnp.where(jnp.arange(64) < running, 0, 1))
     assert window_in_play(state, batch.settings).tolist() == [8] * 64
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (tests/conftest.py asks for them)")
+@pytest.mark.parametrize(("rows", "computed"), [(4, 1), (20, 5), (6, 6)])
+def test_over_a_mesh_it_goes_by_the_rows_that_a_device_computes(monkeypatch, rows, computed):
+    """By all of them where they cannot be cut evenly: every device then computes all."""
+    model = cut_over(tiny_model(), make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4]))
+    model.slot_cost = ON_ACCELERATOR
+    assert row_bucket(1, model.mesh) == 4
+    for module, opening in ((generation, "start"), (engine_rows, "open_rows")):
+        monkeypatch.setattr(module, opening, lambda *args, **sizes: None)
+    request = make_request(model, [1], config_of("verified", window_size="auto"), row=0, name="prompt")
+    group = engine_rows.RowGroup(model, request.config, rows, context=32)
+    expected = [widest_window(computed, ON_ACCELERATOR)] * rows
+    assert Batch(model, [request] * rows).settings.window_size.tolist() == expected
+    assert group._settings.window_size.tolist() == expected
 
 
 @given(rows=st.integers(1, 256), slot_cost=st.floats(0, 1))

@@ -3,8 +3,8 @@ forward and the cost of a slot.
 
 A wide window drafts further ahead, and costs a slot of every forward for each draft and mask. So it halves where none of a step's
 drafts was right, and doubles where half of the window was accepted at once; but not beyond the one that gains most by the clock
-for as many rows as a forward computes (`widest_window.py`). That count does not fall as rows finish: they are computed all the
-same. The tokens are those of AR at any window: only counters can change.
+for as many rows as a device computes in a forward (`widest_window.py`). That count does not fall as rows finish: they are
+computed all the same. The tokens are those of AR at any window: only counters can change.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class RowSettings:
         Args:
           rows: the row numbers that seed the noise.
           slot_cost: of the model.
-          batch: rows of the forwards that these will be part of; they alone, unless given.
+          batch: rows that a device computes in the forwards that these will be part of; they alone, unless given.
         """
         widest = widest_window(batch or len(configs), slot_cost)
 

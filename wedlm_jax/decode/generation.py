@@ -22,7 +22,7 @@ from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.handle import Model
-from wedlm_jax.sharding import RULES
+from wedlm_jax.sharding import batch_parts, rows_of_a_device
 
 STEPS_BETWEEN_TEXTS = 8  # forwards after which the host looks for stop strings
 SMALLEST_BUCKET = 32  # lengths are rounded up to this times a power of two, so that few shapes are compiled
@@ -128,8 +128,9 @@ class Batch:
         self.model, self.requests = model, requests
         config = requests[0].config
         self.program = Program.of(config)
+        computed = rows_of_a_device(len(requests), model.weights.mesh)
         self.settings = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], model.slot_cost
+            [r.config for r in requests], [r.row for r in requests], model.slot_cost, batch=computed
         )
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -295,7 +296,7 @@ def bucket(n: int) -> int:
 def row_bucket(n: int, mesh: Mesh | None = None) -> int:
     """`n` rounded up to a number of rows that programs are compiled for: 1, 2, 3, 4, 6, 8, 12, 16, 24, ...; over a mesh, as many
     for each of the parts that it cuts a batch into."""
-    parts = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    parts = batch_parts(mesh)
     of_a_part = -(-n // parts)
     power = 1 << (of_a_part - 1).bit_length()
     return parts * (power * 3 // 4 if of_a_part <= power * 3 // 4 else power)

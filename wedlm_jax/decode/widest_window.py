@@ -15,7 +15,7 @@ FED = (7.8, 14.8, 25.7, 42.8)
 
 @functools.cache
 def widest_window(rows: int, slot_cost: float) -> int:
-    """The window that accepts most for the cost of its forward, where that computes so many rows, finished ones among them, and a
-    further slot adds `slot_cost` to each. The more rows, and the dearer a slot, the narrower."""
+    """The window that accepts most for the cost of its forward, where a device computes so many rows, finished ones among
+    them, and a further slot adds `slot_cost` to each. The more rows, and the dearer a slot, the narrower."""
     gain = [accepted / (1 + slot_cost * rows * fed) for accepted, fed in zip(ACCEPTED, FED, strict=True)]
     return AUTO_WINDOWS[gain.index(max(gain))]

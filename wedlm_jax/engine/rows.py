@@ -20,6 +20,7 @@ from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.engine.programs import fill_rows, open_rows, prefill_behind, take_rows
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
+from wedlm_jax.sharding import rows_of_a_device
 
 
 @dataclasses.dataclass
@@ -61,7 +62,8 @@ class RowGroup:
             cache_slots=self.slots,
             holds_back=config.holds_back,
         )
-        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._slot_cost)
+        self._batch = rows_of_a_device(rows, model.weights.mesh)
+        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._slot_cost, batch=self._batch)
         self._progress: Progress | None = None
         self._halted = np.zeros(rows, bool)
         self.rows = [Row() for _ in range(rows)]
@@ -121,7 +123,7 @@ class RowGroup:
         for prompt, request in zip(prompts, requests, strict=True):
             prompt[: len(request.prompt)] = request.prompt
         own = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], self._slot_cost, batch=len(self.rows)
+            [r.config for r in requests], [r.row for r in requests], self._slot_cost, batch=self._batch
         )
         rows, sources, start, stop = (
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
