@@ -1,6 +1,7 @@
 """Embeddings: what is looked up, and gradients that sum thousands of tokens."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.model.embedding import Embedding
 from wedlm_jax.model.layers import Linear
-from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, on_mesh
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, on_mesh, replicated
 
 from .tiny import TINY
 
@@ -53,29 +54,49 @@ def test_a_token_that_is_called_masked_and_is_none_teaches_its_own_row():
     assert (found[MASK] == 2).all() and (found[9] == 1).all() and (found[11] == 1).all()
 
 
-@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
-def test_on_a_mesh_the_gradient_is_that_of_one_device_and_its_sum_is_whole_nowhere(sizes):
-    """Neither of all devices nor of one: in float32 that is twice the table of bfloat16."""
+@functools.cache
+def on_several_devices(sizes, B):
+    """The compiled program of a gradient over a mesh, that gradient, and the one of one device. Every entry has a weight of its
+    own, that bfloat16 holds exactly, so that none can take the place of another."""
     mesh, (V, D) = make_mesh(MeshConfig(*sizes)), (TINY.vocab_size, TINY.hidden_size)
-    tokens = jax.random.randint(jax.random.key(0), (8, 6), 0, V)
+    tokens = jax.random.randint(jax.random.key(0), (B, 6), 0, V)
     masked = tokens % 3 == 0
     ids = jnp.where(masked, MASK, tokens)
+    weights = np.random.default_rng(0).integers(-9, 9, (B, 6, D)).astype(np.float32)
     graph, state = nnx.split(Embedding(IN_BFLOAT16, V, "vocab", rngs=nnx.Rngs(0)))
 
     def loss(state, ids, masked):
         with on_mesh(mesh):
-            return jnp.sum(nnx.merge(graph, state)(ids, masked).astype(jnp.float32))
+            return jnp.sum(nnx.merge(graph, state)(ids, masked).astype(jnp.float32) * weights)
 
-    table, rows = NamedSharding(mesh, PartitionSpec("tensor", "fsdp")), batch_sharding(mesh)
+    table = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+    rows = replicated(mesh) if B % (sizes[0] * sizes[1]) else batch_sharding(mesh)
     compiled = (
         jax.jit(jax.grad(loss), in_shardings=(table, rows, rows), out_shardings=table)
         .lower(state, ids, masked)
         .compile()
     )
-    assert f"f32[{V // sizes[2]},{D}]" not in compiled.as_text()
-    gradients = compiled(*jax.device_put((state, ids, masked), (table, rows, rows)))["embedding"][...]
-    np.testing.assert_allclose(gradients, gradient(IN_BFLOAT16, ids, masked), atol=1e-6)
+    found = compiled(*jax.device_put((state, ids, masked), (table, rows, rows)))["embedding"][...]
+    return compiled.as_text(), found, gradient(IN_BFLOAT16, ids, masked, weights)
+
+
+needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
+
+
+@needs_eight
+@pytest.mark.parametrize(("sizes", "B"), [((1, 8, 1), 8), ((2, 2, 2), 8), ((2, 2, 2), 3)], ids=str)
+def test_on_a_mesh_the_gradient_is_that_of_one_device(sizes, B):
+    """Also of a batch that the mesh does not divide, which every device has whole."""
+    _, found, expected = on_several_devices(sizes, B)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@needs_eight
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2)], ids=str)
+def test_where_devices_have_rows_of_their_own_the_sum_of_a_gradient_is_whole_nowhere(sizes):
+    """Neither of all devices nor of one: in float32 that is twice the table of bfloat16."""
+    text, _, _ = on_several_devices(sizes, 8)
+    assert f"f32[{TINY.vocab_size // sizes[2]},{TINY.hidden_size}]" not in text
 
 
 def test_an_id_past_the_table_reads_and_teaches_its_last_row():
