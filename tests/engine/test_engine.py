@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import weakref
@@ -264,6 +265,62 @@ def test_where_a_new_cache_does_not_fit_in_memory_idle_ones_are_closed_before_a_
     with pytest.raises(UserError, match="out of memory"):
         served.submit("x", settings("verified")).result()
     assert running.result().text == texts[0]
+
+
+def test_a_cache_that_is_found_not_to_fit_after_its_program_has_returned_closes_idle_ones_too(monkeypatch):
+    class Late:
+        def block_until_ready(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    def room_for_one(*args, **sizes):
+        state = open_rows(*args, **sizes)
+        return dataclasses.replace(state, finish=Late()) if served._groups else state
+
+    open_rows = rows_module.open_rows
+    monkeypatch.setattr(rows_module, "open_rows", room_for_one)
+    served = engine(reciter("abcdefgh"))
+    texts = [served.submit("x", settings(loop)).result().text for loop in ("ar", "verified")]
+    assert texts[0] == texts[1] and len(served._groups) == 1
+
+
+@pytest.mark.parametrize("program", ["prefill_behind", "run_steps"])
+def test_where_a_start_or_a_run_does_not_fit_in_memory_idle_groups_are_closed_and_it_starts_over(monkeypatch, program):
+    """But what has handed out tokens is told: they are gone with the cache."""
+    served, true_program = engine(reciter("abcdefgh")), getattr(rows_module, program)
+    text = served.submit("x", settings("ar")).result().text
+    old = served.submit("x", settings("verified"))
+    served.step()
+    assert old.ids and len(served._groups) == 2
+
+    def room_for_one(*args, **kwargs):
+        if len(served._groups) > 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return true_program(*args, **kwargs)
+
+    monkeypatch.setattr(rows_module, program, room_for_one)
+    new = [served.submit("x", settings("verified")) for _ in range(4)]
+    assert [ticket.result().text for ticket in new] == [text] * 4 and len(served._groups) == 1
+    with pytest.raises(UserError, match="out of memory"):
+        old.result()
+
+
+def test_what_was_to_start_from_a_row_of_a_group_that_is_given_up_starts_without_it(monkeypatch):
+    """Both get a row in one step; the first start fails after its group's cache was given away."""
+    served, beginning, fill = engine(rows=2), list(range(40, 60)), rows_module.fill_rows
+    verified, ar = talk("verified", max_new_tokens=9), talk("ar", max_new_tokens=9)
+    for prompt, config in ((beginning, verified), ([1, 2], ar)):
+        served.submit(prompt, config).result()
+    fails, follows = served.submit([9] * 5, verified), served.submit([*beginning, 3], ar)
+
+    def runs_out(*args, **kwargs):
+        monkeypatch.undo()
+        fill(*args, **kwargs)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(rows_module, "fill_rows", runs_out)
+    assert same(follows.result(), generate(talker(), [[*beginning, 3]], ar)[0]) and follows.reused_tokens == 0
+    with pytest.raises(UserError, match="out of memory"):
+        fails.result()
 
 
 def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(monkeypatch):

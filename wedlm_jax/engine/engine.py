@@ -214,11 +214,23 @@ class Engine:
         """Starts the requests that have been given a row."""
         reserved, self._reserved = self._reserved, {}
         for key, arrivals in reserved.items():
-            for together in self._groups[key].together(arrivals):
+            group = self._groups[key]
+            for together in group.together(arrivals):
+                if together[0].source not in self._groups.values():  # closed meanwhile, and its cache may be given away
+                    for arrival in together:
+                        group.withdraw(arrival.ticket)
+                    self._wait_again(key, [arrival.ticket for arrival in together])
+                    continue
                 with self._memory_of(key):
-                    self._groups[key].admit(together)
+                    group.admit(together)
                 if key not in self._groups:
                     break
+
+    def _wait_again(self, key: tuple, tickets: list[Ticket]) -> None:
+        """Puts requests that have committed nothing back where they were in their queue."""
+        for ticket in tickets:
+            ticket.start_over()
+        self._waiting[key] = deque(sorted([*self._waiting[key], *tickets], key=lambda ticket: ticket.arrival))
 
     def _key(self, config: DecodeConfig) -> tuple:
         return *config.program(self.model.slot_cost), config.stop_id_slots
@@ -230,10 +242,10 @@ class Engine:
         """Takes the cache of a new group, and closes idle ones where there is no room; False where it has to wait for rows that
         run."""
         size = self.bytes_for(config)
-        idle = sorted((g.used, k) for k, g in self._groups.items() if not g.busy)
+        idle = self._idle()
         if self._cache_limit is not None:
             while self.cache_bytes + size > self._cache_limit and idle:
-                self._groups.pop(idle.pop(0)[1])
+                del self._groups[idle.pop(0)]
             if self.cache_bytes + size > self._cache_limit:
                 return False
         LOG.info(
@@ -246,9 +258,13 @@ class Engine:
         except jax.errors.JaxRuntimeError as error:
             if not (out_of_memory(error) and idle):
                 raise
-        for _, other in idle:
+        for other in idle:
             del self._groups[other]
         return self._open(key, config)
+
+    def _idle(self) -> list[tuple]:
+        """Groups that run nothing, the one that was used longest ago first."""
+        return [key for _, key in sorted((group.used, key) for key, group in self._groups.items() if not group.busy)]
 
     def _require_memory(self, config: DecodeConfig) -> None:
         size = self.bytes_for(config)
@@ -261,7 +277,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _memory_of(self, key: tuple, *started: Ticket) -> Iterator[None]:
-        """Where the device is out of memory, gives up the group's cache and fails its requests, so that each is answered."""
+        """Where the device is out of memory, gives up the group's cache. Where idle groups can be closed too, requests that have
+        committed nothing start over without them; all others of the group fail, so that each is answered."""
         try:
             yield
         except jax.errors.JaxRuntimeError as error:
@@ -274,5 +291,11 @@ class Engine:
                 f"{self.context} for decoder={key[0]}: lower rows (--batch-size) or context (the longest prompt, max_new_tokens)"
             )
             running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
-            for ticket in {*started, *running}:
+            idle = self._idle()
+            for other in idle:
+                del self._groups[other]
+            hit = {*started, *running}
+            again = [ticket for ticket in hit if idle and not ticket.ids]
+            self._wait_again(key, again)
+            for ticket in hit.difference(again):
                 ticket.fail(line)

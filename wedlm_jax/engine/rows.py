@@ -54,14 +54,9 @@ class RowGroup:
         window_slots = config.slots(model.slot_cost)
         self._masks = riding_masks(config.drafter, window_slots)
         self.slots = cache_slots(context, window_slots)
-        self._state = open_rows(
-            self._weights,
-            rows=rows,
-            context=context,
-            slots=window_slots,
-            cache_slots=self.slots,
-            holds_back=config.holds_back,
-        )
+        sizes = dict(rows=rows, context=context, slots=window_slots, cache_slots=self.slots)
+        # Waited for, so that what does not fit in memory is told here and not where it is used first.
+        self._state = jax.block_until_ready(open_rows(self._weights, **sizes, holds_back=config.holds_back))
         self._batch = rows_of_a_device(rows, model.weights.mesh)
         self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._slot_cost, batch=self._batch)
         self._progress: Progress | None = None

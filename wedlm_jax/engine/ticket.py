@@ -119,6 +119,11 @@ class Ticket:
         elif commit := self._pieces.next(ids, finished=False):
             self._commits.append(commit)
 
+    def start_over(self) -> None:
+        """Waits for a row again; the one that it had is gone, and nothing was committed there."""
+        self.waits, self.reused_tokens = True, 0
+        self.window, self.stats, self._verification = [], Stats(0, 0, 0), dict
+
     def fail(self, error: UserError) -> None:
         self.error, self.window, self._verification = error, [], dict
 
