@@ -23,7 +23,7 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import Setting, settings_of
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.experiment import load_experiment
-from wedlm_jax.model.parameters import init_params
+from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
 from wedlm_jax.train import train
@@ -171,14 +171,24 @@ def test_the_base_is_the_step_that_was_started_from_also_when_the_base_has_train
     assert capsys.readouterr().err.startswith(f"note: {tmp_path}/base@2, where it started, is gone; ")
 
 
-def test_another_step_of_an_experiment_is_evaluated_by_name(file):
-    """Its results go where those of the newest step go, and say which they are."""
+def test_another_step_of_an_experiment_is_evaluated_by_name_in_a_folder_of_its_own(file):
     workdir = file.parent / "adapted"
     step = command.plan_experiment(command.Evaluate(workdir=file.parent / "adapted@1"), f"{file}:adapted")
     newest = command.plan_experiment(command.Evaluate(workdir=workdir), f"{file}:adapted")
     first, last = (plan.models["adapted"].transformer.embed.embedding[...] for plan in (step, newest))
     assert (first != last).any() and (first == load(f"{workdir}@1").transformer.embed.embedding[...]).all()
-    assert (step.title, newest.title) == ("adapted@1", "adapted") and step.out == newest.out == workdir / "evaluation"
+    assert (step.title, newest.title) == ("adapted@1", "adapted")
+    assert (step.out, newest.out) == (workdir / "evaluation@1", workdir / "evaluation")
+
+
+def test_the_best_step_of_an_experiment_is_evaluated_by_its_number(file, tmp_path):
+    workdir = shutil.copytree(file.parent / "base", tmp_path / "base")
+    model, best_metric = load(workdir), "validation_ar_loss"
+    with Checkpoints(workdir, keep=1, best_metric=best_metric) as checkpoints:
+        for step, loss in ((3, 1.0), (4, 2.0)):
+            checkpoints.save(new_state(params_of(model.transformer), OptimizerConfig()), step, {}, {best_metric: loss})
+    plan = command.plan_experiment(command.Evaluate(workdir=tmp_path / "base@best"), f"{file}:base")
+    assert (plan.title, plan.out) == ("base@3", workdir / "evaluation@3")
 
 
 def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file, call, tmp_path):
@@ -281,18 +291,8 @@ def test_a_calibration_that_is_decoded_by_is_told_once_and_stands_in_the_json(mo
     save(tiny_model(), tmp_path / "model")
     found = Calibration(0.25, 0.5, 16, 0.01, 0.005, 1000, 2.0)
     write_calibration(tmp_path / "model", found, tiny_model())
-    flags = [
-        "--model",
-        tmp_path / "model",
-        "--task",
-        "counting",
-        "--limit",
-        1,
-        "--max-new-tokens",
-        4,
-        "--out",
-        tmp_path,
-    ]
+    flags = ["--model", tmp_path / "model", "--task", "counting", "--limit", 1, "--max-new-tokens", 4]
+    flags += ["--out", tmp_path]
 
     def told(*further):
         monkeypatch.setattr("sys.argv", ["evaluate", *map(str, [*flags, *further])])

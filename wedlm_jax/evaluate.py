@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from wedlm_jax import pretrained
-from wedlm_jax.checkpoint import ModelFile, saved_steps
+from wedlm_jax.checkpoint import ModelFile, chosen_step, saved_steps
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -65,7 +65,7 @@ class Evaluate:
     """Problems a task at most, instead of what the experiment says (with --model: 100)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
-    WORKDIR/evaluation, with --model nowhere if not given."""
+    WORKDIR/evaluation, or WORKDIR/evaluation@500 where --workdir names that step, with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -89,18 +89,20 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if args.adapter is not None:
         raise UserError("--adapter goes with --model DIR; an experiment has its own")
     named = load_experiment(name)
-    asked = args.workdir or named.workdir
-    folder, step = pretrained.split_step(asked)
+    folder, step = pretrained.split_step(args.workdir or named.workdir)
     workdir = Path(folder)
     if not pretrained.is_workdir(workdir):
         at = "" if args.workdir is None else f" --workdir {workdir}"
         raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {name}{at}")
+    # A step that is named, the best one by its number: it has a folder of its own, since a study takes WORKDIR/evaluation for
+    # that of the newest.
+    step_name = "" if step is None else f"@{chosen_step(workdir, step)}"
     experiment = dataclasses.replace(Experiment.load(workdir), evaluation=named.evaluation)
     config = experiment.evaluation
     chosen = config.tasks if args.task is None else (args.task,)
     tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
     problems = [(t, draw(t, limit, config.seed)) for t, limit in tasks]
-    models = {ADAPTED: load_exact(str(asked))}
+    models = {ADAPTED: load_exact(f"{workdir}{step_name}")}
     if config.text_prompts and args.task is None:
         text = continuation(experiment, models[ADAPTED])
         problems.append((text, draw(text, args.limit or config.text_prompts, config.seed)))
@@ -111,8 +113,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         else:
             models[BASE] = load_exact(begun)
     settings = settings_of(config, with_base=BASE in models)
-    title = experiment.name if step is None else f"{experiment.name}@{step}"
-    return Plan(title, models, settings, problems, config, experiment, args.out or workdir / "evaluation")
+    out = args.out or workdir / f"evaluation{step_name}"
+    return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out)
 
 
 def plan_model(args: Evaluate, path: str) -> Plan:
