@@ -68,6 +68,13 @@ def test_every_arm_is_trained_with_every_seed_from_its_own_stage_before(tmp_path
     assert len(commands.lines) == 10 and "/5/" in commands.lines[5]
 
 
+def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for start in ("runs/base@best", "runs/base@500", "~/base@best"):
+        slug = Path(Stage("base", (f"init_from={start}",)).slug)
+        assert train.checked_workdir(slug) == slug and len(slug.parts) == 1
+
+
 def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):
     summary = run_study(STUDY, tmp_path, Commands(), QUIET)
     assert summary["arms"] == {

@@ -41,8 +41,8 @@ class Stage:
 
     @property
     def slug(self) -> str:
-        """A folder name that tells stages apart."""
-        return "+".join((self.experiment.replace(":", "."), *self.overrides)).replace("/", "_")
+        """A folder name that tells stages apart, and names no checkpoint of another folder as `runs/base@best` does."""
+        return "+".join((self.experiment.replace(":", "."), *self.overrides)).replace("/", "_").replace("@", "_")
 
 
 @dataclasses.dataclass(frozen=True)
