@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+import matplotlib
 import pytest
 from matplotlib.axes import Axes
 from rich.console import Console
@@ -282,6 +283,13 @@ def test_a_threshold_is_a_line_through_its_own_panel_alone(tmp_path, monkeypatch
     measures = (MEASURES[0], dataclasses.replace(MEASURES[1], threshold=0.25))
     run_study(dataclasses.replace(STUDY, measures=measures), tmp_path, Commands(), QUIET)
     assert drawn == [(1, 0.25)]
+
+
+def test_a_study_that_a_notebook_runs_keeps_its_backend(tmp_path, monkeypatch):
+    monkeypatch.setattr(matplotlib, "use", lambda backend: pytest.fail(f"switches it to {backend}"))
+    monkeypatch.delattr(matplotlib, "pyplot", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # whose import fails
+    run_study(STUDY, tmp_path, Commands(), QUIET)
 
 
 CURVE = Curve("acceptance", "accepted", "sums", "AR", "slots ahead")

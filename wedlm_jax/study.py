@@ -19,14 +19,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.preemption import EXIT_STATUS
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import save_figure, write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the last three are a terminal's
@@ -174,8 +177,7 @@ def run_study(
     if study.curves:
         summary["curves"] = curves
     write_json(workdir / "results.json", summary)
-    with replacing(workdir / "results.png") as partial:
-        _plot(study, values, curves, partial)
+    save_figure(workdir / "results.png", _plot(study, values, curves))
     console.print(_table(study, values))
     console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
     return summary
@@ -261,26 +263,19 @@ def _plot(
     study: Study,
     values: Mapping[str, Mapping[str, list[float]]],
     curves: Mapping[str, Mapping[str, list[list[float]]]],
-    path: Path,
-) -> None:
+) -> Figure:
     """A panel for each measure, a line for each arm: every seed is a dot, their mean a bar, a threshold a dashed line; then a
     panel for each curve, in the colours of the arms."""
-    import matplotlib  # here, because every experiment imports this module and none of them draws
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib import colormaps  # here, because every experiment imports this module and none of them draws
+    from matplotlib.figure import Figure
 
     arms = list(values)
-    colours = dict(
-        zip(arms, matplotlib.colormaps["turbo"]([(i + 0.5) / len(arms) for i in range(len(arms))]), strict=True)
-    )
+    colours = dict(zip(arms, colormaps["turbo"]([(i + 0.5) / len(arms) for i in range(len(arms))]), strict=True))
     colour = {arm: colours[arm] if study.curves else "#4e79a7" for arm in arms}
     count = len(study.measures)
     widths = [3.0] * count + [5.0] * len(study.curves)
-    figure, (panels,) = plt.subplots(
-        1, len(widths), figsize=(2 + sum(widths), (3.0 if study.curves else 1.2) + 0.42 * len(arms)), dpi=110, squeeze=False,
-        width_ratios=widths,
-    )  # fmt: skip
+    figure = Figure((2 + sum(widths), (3.0 if study.curves else 1.2) + 0.42 * len(arms)), dpi=110)
+    (panels,) = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)
     for axes, measure in zip(panels[:count], study.measures, strict=True):
         for place, arm in enumerate(arms):
             seeds = values[arm][measure.label]
@@ -301,5 +296,4 @@ def _plot(
         axes.legend(fontsize="x-small")
     figure.suptitle(f"{study.name}: a dot for each training seed (n = {len(study.seeds)}), the bar is their mean")
     figure.tight_layout()
-    figure.savefig(path, metadata={"Software": None})
-    plt.close(figure)
+    return figure
