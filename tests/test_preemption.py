@@ -3,20 +3,49 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
+from wedlm_jax import preemption
 from wedlm_jax.preemption import Termination
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_noted_and_the_second_ends_the_process(number):
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT])
+def number(request):
+    return request.param
+
+
+@pytest.fixture
+def heard(number):
+    """What comes to the handler from before."""
+    heard = []
+    before = signal.signal(number, lambda number, frame: heard.append(number))
+    yield heard
+    signal.signal(number, before)
+
+
+def test_the_first_signal_is_noted_and_a_later_one_ends_the_process(number, heard, monkeypatch):
     before = signal.getsignal(number)
+    monkeypatch.setattr(preemption, "ECHO_SECONDS", 0.0)
     with Termination() as termination:
         assert not termination.asked(1)
         os.kill(os.getpid(), number)
         assert termination.signal == number.name and termination.asked(2) and termination.asked(3)
-        assert signal.getsignal(number) is before
+        assert heard == []
+        os.kill(os.getpid(), number)
+        assert heard == [number] and signal.getsignal(number) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_comes_twice_at_once_is_noted_as_one(number, heard):
+    """As one of a group, and once more from the study that runs the training."""
+    before = signal.getsignal(number)
+    with Termination() as termination:
+        os.kill(os.getpid(), number)
+        time.sleep(0.05)
+        os.kill(os.getpid(), number)
+        assert heard == [] and termination.signal == number.name
     assert signal.getsignal(number) is before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 
 import jax
@@ -13,16 +14,19 @@ from wedlm_jax.lifeline import TRY_AGAIN
 
 EXIT_STATUS = TRY_AGAIN  # the same command goes on from the saved step
 STEPS_BETWEEN_AGREEMENTS = 10  # with several processes: to agree costs a wait for the devices
+ECHO_SECONDS = 1.0  # in which one that is told to end may hear it twice: as one of a group, and from what started it
 
 
 class Termination:
-    """Notes a SIGTERM, or the first Ctrl-C, instead of dying of it; a second one ends the process as ever.
+    """Notes a SIGTERM, or the first Ctrl-C, instead of dying of it; another one, a second later or more, ends the process as
+    ever.
 
     Only while it is entered, and only in the main thread: signals go nowhere else.
     """
 
     def __init__(self) -> None:
-        self.signal: str | None = None  # the name of the one that came to this process
+        self.signal: str | None = None  # the name of the first one that came to this process
+        self._noted_at = 0.0
         self._before: dict[int, object] = {}
 
     def asked(self, step: int) -> bool:
@@ -41,8 +45,11 @@ class Termination:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number).name
-        self._restore()
+        if self.signal is None:
+            self.signal, self._noted_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - self._noted_at >= ECHO_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
