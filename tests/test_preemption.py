@@ -1,9 +1,13 @@
 """A run that is told to end hears it once, and a second time ends as any process does."""
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +15,7 @@ from wedlm_jax import preemption
 from wedlm_jax.preemption import Termination
 
 
-@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT])
+@pytest.fixture(params=[signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def number(request):
     return request.param
 
@@ -47,6 +51,44 @@ def test_a_signal_that_comes_twice_at_once_is_noted_as_one(number, heard):
         os.kill(os.getpid(), number)
         assert heard == [] and termination.signal == number.name
     assert signal.getsignal(number) is before
+
+
+def test_what_it_was_started_to_ignore_it_ignores():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with Termination() as termination:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert termination.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# Prints on after the terminal is closed, as a training does before it saves.
+PRINTING = """
+import sys, time
+from wedlm_jax.preemption import Termination
+
+with Termination() as termination:
+    print("started", flush=True)
+    while termination.signal is None:
+        time.sleep(0.01)
+    for stream in (sys.stdout, sys.stderr):
+        print("a line", file=stream, flush=True)
+    open(sys.argv[1], "w").write(termination.signal)
+"""
+
+
+def test_a_run_whose_terminal_closes_can_still_print_and_save(tmp_path):
+    terminal, end = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-c", PRINTING, str(tmp_path / "saved")], stdin=end, stdout=end, stderr=end,
+        cwd=Path(__file__).parents[1], start_new_session=True,
+    )  # fmt: skip
+    os.close(end)
+    assert os.read(terminal, 100).startswith(b"started")
+    os.close(terminal)
+    os.kill(run.pid, signal.SIGHUP)  # which the system sends where the terminal is the session's own
+    assert run.wait(60) == 0 and (tmp_path / "saved").read_text() == "SIGHUP"
 
 
 def test_in_another_thread_signals_are_left_alone():

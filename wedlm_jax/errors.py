@@ -76,26 +76,38 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
+def forget_closed_output() -> None:
+    """Lets what is still printed to a terminal that is closed, or to a pipe whose reader has left, go nowhere."""
+    for output in (1, 2):
+        if _is_closed(output):
+            _forget(output)
+
+
 def _reader_has_left() -> bool:
     """Whether nobody reads stdout any more."""
-    stdout = select.poll()
-    stdout.register(sys.stdout.fileno(), 0)
-    if not stdout.poll(0):
+    stdout = sys.stdout.fileno()
+    if not _is_closed(stdout):
         return False
-    _forget_stdout()
+    _forget(stdout)
     return True
+
+
+def _is_closed(output: int) -> bool:
+    poll = select.poll()
+    poll.register(output, 0)
+    return bool(poll.poll(0))
 
 
 def _forget_unwritten() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        _forget_stdout()
+        _forget(sys.stdout.fileno())
 
 
-def _forget_stdout() -> None:
+def _forget(output: int) -> None:
     """What is left to write goes nowhere, or Python would complain of it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
 def _exit(message: str) -> None:

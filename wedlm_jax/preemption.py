@@ -10,6 +10,7 @@ from types import FrameType
 import jax
 
 from wedlm_jax.distributed import any_process
+from wedlm_jax.errors import forget_closed_output
 from wedlm_jax.lifeline import TRY_AGAIN
 
 EXIT_STATUS = TRY_AGAIN  # the same command goes on from the saved step
@@ -18,8 +19,8 @@ ECHO_SECONDS = 1.0  # in which one that is told to end may hear it twice: as one
 
 
 class Termination:
-    """Notes a SIGTERM, or the first Ctrl-C, instead of dying of it; another one, a second later or more, ends the process as
-    ever.
+    """Notes a SIGTERM, a SIGHUP (the terminal closes) or Ctrl-C instead of dying of it; another one, a second later or more, ends
+    the process as ever. What the process was started to ignore (`nohup`) it ignores.
 
     Only while it is entered, and only in the main thread: signals go nowhere else.
     """
@@ -37,14 +38,17 @@ class Termination:
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            forget_closed_output()  # or the next line that is printed ends the run unsaved
         if self.signal is None:
             self.signal, self._noted_at = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._noted_at >= ECHO_SECONDS:
