@@ -1,7 +1,8 @@
-"""A run that is told to end: it finishes its step, saves and says so, with an exit status of its own."""
+"""A run that is told to end, or whose study is gone: it finishes its step, saves and says so, with an exit status of its own."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,6 +17,21 @@ from wedlm_jax.lifeline import TRY_AGAIN
 EXIT_STATUS = TRY_AGAIN  # the same command goes on from the saved step
 STEPS_BETWEEN_AGREEMENTS = 10  # with several processes: to agree costs a wait for the devices
 ECHO_SECONDS = 1.0  # in which one that is told to end may hear it twice: as one of a group, and from what started it
+STARTED_BY = "WEDLM_JAX_STARTED_BY"  # in the environment of a training: the id of the study that it ends with
+_SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def end_with_study() -> None:
+    """Tells this process to end once the study that started it, if one did, is gone without having told it (kill -9): started
+    again, that would train in the same workdir beside this one."""
+    if study := os.environ.pop(STARTED_BY, None):
+        threading.Thread(target=_end_without, args=(int(study),), daemon=True, name="end with study").start()
+
+
+def _end_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Termination:

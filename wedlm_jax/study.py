@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -25,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.preemption import EXIT_STATUS
+from wedlm_jax.preemption import EXIT_STATUS, STARTED_BY
 from wedlm_jax.results import save_figure, write_json
 
 if TYPE_CHECKING:
@@ -214,7 +215,8 @@ def _child_process(arguments: list[str]) -> None:
     with _handling(note):
         # Without the terminal's input: a group in the background that reads it is stopped.
         command = [sys.executable, "-m", *arguments]
-        child = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL)
+        environment = {**os.environ, STARTED_BY: str(os.getpid())}
+        child = subprocess.Popen(command, process_group=0, stdin=subprocess.DEVNULL, env=environment)
         for number in tuple(told):  # while it was being started
             child.send_signal(number)
         # Not `wait`: a signal that the system gives to another thread would be noted when that returns.

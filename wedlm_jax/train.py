@@ -24,7 +24,7 @@ from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.preemption import EXIT_STATUS, Termination
+from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study
 from wedlm_jax.pretrained import base_params, split_step
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
@@ -63,6 +63,7 @@ class Flags:
 
 @entry
 def main() -> None:
+    end_with_study()
     flags = parse(Flags, prog="python -m wedlm_jax.train", config=(tyro.conf.FlagCreatePairsOff,))
     if flags.list:
         for name, summary in list_experiments().items():
