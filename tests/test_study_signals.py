@@ -75,10 +75,11 @@ def test_a_study_that_is_told_to_end_lets_its_training_save_and_ends_as_it_does(
 
 # Stands for a training, and counts how often it is told to end while it saves.
 COUNTING = """
-import pathlib, signal, sys, time
+import os, pathlib, signal, sys, time
 
 told = []
 signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+pathlib.Path("process").write_text(str(os.getpid()))
 pathlib.Path("started").touch()
 end = time.monotonic() + 30
 while not told and time.monotonic() < end:
@@ -125,6 +126,26 @@ def test_a_training_is_told_once_to_end_where_the_whole_group_of_the_study_is(tm
     assert study.wait(60) == 75 and (tmp_path / "told").read_text() == "1"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_training_stops_and_goes_on_with_its_study(tmp_path):
+    """Ctrl-Z and `fg`."""
+    study = start_study(tmp_path, COUNTING)
+    processes = (study.pid, int((tmp_path / "process").read_text()))
+
+    def stopped() -> list[bool]:
+        """As the third field of /proc/ID/stat tells it, behind the name."""
+        return [Path(f"/proc/{i}/stat").read_text().rpartition(")")[2].split()[0] == "T" for i in processes]
+
+    os.kill(study.pid, signal.SIGTSTP)
+    wait_until(lambda: stopped() == [True, True])
+    assert stopped() == [True, True]
+    os.kill(study.pid, signal.SIGCONT)
+    wait_until(lambda: stopped() == [False, False])
+    assert stopped() == [False, False]
+    study.terminate()
+    assert study.wait(60) == 75
+
+
 # Stands for a training of the real command: waits until it is told to end.
 WAITING = """
 import pathlib, sys, time
@@ -160,7 +181,7 @@ def test_what_a_study_was_started_to_ignore_it_ignores():
     """`nohup`: the signals of a terminal that closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with study_module._handling(lambda number, frame: None):
+        with study_module._handling(dict.fromkeys(study_module._ENDING, lambda number, frame: None)):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
     finally:

@@ -212,7 +212,15 @@ def _child_process(arguments: list[str]) -> None:
         if child is not None:
             child.send_signal(number)
 
-    with _handling(note):
+    def pause(number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z, which the system sends to the study's group alone: its training stops, and goes on, with it."""
+        if child is not None:
+            child.send_signal(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)  # until `fg` or `bg`
+        if child is not None:
+            child.send_signal(signal.SIGCONT)
+
+    with _handling(dict.fromkeys(_ENDING, note) | {signal.SIGTSTP: pause}):
         # Without the terminal's input: a group in the background that reads it is stopped.
         command = [sys.executable, "-m", *arguments]
         environment = {**os.environ, STARTED_BY: str(os.getpid())}
@@ -232,12 +240,12 @@ def _child_process(arguments: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _handling(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """What tells the study to end goes to `note`, but for what it ignores (`nohup`); in another thread than the main one signals
+def _handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Signals go to `handlers`, but for what the study was started to ignore (`nohup`); in another thread than the main one they
     are left alone."""
     main = threading.current_thread() is threading.main_thread()
-    numbers = [number for number in _ENDING if main and signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in numbers}
+    numbers = [number for number in handlers if main and signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handlers[number]) for number in numbers}
     try:
         yield
     finally:
