@@ -68,9 +68,7 @@ class Checkpoints:
         try:
             self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
         except OSError as error:
-            raise UserError(
-                f"{self._folder}: {(error.strerror or str(error)).lower()}; nothing can be saved"
-            ) from error
+            raise UserError(f"{self._folder}: {reason(error).lower()}; nothing can be saved") from error
 
     def save(
         self, state: TrainState, step: int, data_state: Mapping[str, Any], metrics: Mapping[str, float | None]
@@ -344,6 +342,6 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 
 
 def _damaged(path: Path, error: Exception | str) -> UserError:
-    # All that it says: of a checkpoint's many files it may name the one.
+    # Not its `reason`, but all that it says: of a checkpoint's many files it may name the one.
     why = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return UserError(f"{path}: the checkpoint cannot be read ({why})")

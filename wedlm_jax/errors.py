@@ -38,8 +38,7 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
     try:
         yield
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{path}: cannot be written ({reason}); {mend}") from error
+        raise UserError(f"{path}: cannot be written ({reason(error).lower()}); {mend}") from error
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
@@ -66,12 +65,12 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             if isinstance(error, BrokenPipeError) and _reader_has_left():
                 sys.exit(1)
             if error.filename is not None:
-                _exit(f"{error.filename}: {(error.strerror or str(error)).lower()}")
+                _exit(f"{error.filename}: {reason(error).lower()}")
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             _forget_unwritten()
-            reason = (error.strerror or str(error)).lower()
-            _exit(f"what is printed, or a file, cannot be written ({reason}); make room or name another place")
+            what = "what is printed, or a file, cannot be written"
+            _exit(f"{what} ({reason(error).lower()}); make room or name another place")
 
     return run
 

@@ -31,7 +31,7 @@ from wedlm_jax.config_tree import (
 )
 from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.tokenizer import TokenizerConfig
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig, ModelOverrides
@@ -210,8 +210,7 @@ class Experiment:
             return cls.from_json(path.read_bytes(), str(path))
         except OSError as error:
             raise UserError(
-                f"{path}: {(error.strerror or 'unreadable').lower()}; "
-                f"python -m wedlm_jax.train --exp NAME --workdir {workdir} writes it"
+                f"{path}: {reason(error).lower()}; python -m wedlm_jax.train --exp NAME --workdir {workdir} writes it"
             ) from None
 
 

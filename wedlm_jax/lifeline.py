@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 # Exit statuses: another process is gone or does not come (EX_TEMPFAIL of sysexits.h), so start the run again; and what another
 # try would not mend.
@@ -120,7 +120,7 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
         family = socket.AF_INET6 if both else socket.AF_INET
         server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=count)
     except OSError as error:
-        raise UserError(f"process 0 cannot listen on port {port} ({error.strerror}); choose another port") from None
+        raise UserError(f"process 0 cannot listen on port {port} ({reason(error)}); choose another port") from None
     connections: dict[int, socket.socket] = {}
     with server:
         server.settimeout(_POLL_SECONDS)
@@ -156,12 +156,12 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
 
 
 def _call(host: str, port: int, index: int, count: int, deadline: float) -> socket.socket:
-    reason = "timed out"
+    why = "timed out"
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((host, port), timeout=min(left, 10))
         except OSError as error:  # process 0 may start later than this one
-            reason = error.strerror or str(error)
+            why = reason(error)
             time.sleep(_POLL_SECONDS)
             continue
         connection.sendall(_HELLO.pack(_MAGIC, count, index))
@@ -171,7 +171,7 @@ def _call(host: str, port: int, index: int, count: int, deadline: float) -> sock
             raise kind(f"process 0 at {host}:{port} ended before all {count} processes were there; see its output")
         return connection
     raise NotMet(
-        f"process {index} cannot reach process 0 at {host}:{port} ({reason}); "
+        f"process {index} cannot reach process 0 at {host}:{port} ({why}); "
         "see that process 0 runs and that nothing blocks the port"
     )
 

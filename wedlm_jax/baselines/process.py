@@ -17,7 +17,7 @@ from typing import Any, Literal
 import jax
 
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 
 Name = Literal["transformers", "vllm", "official"]
 PAUSE = 0.3  # seconds before a turn of another process, in which threads that wait for work by spinning give up
@@ -65,9 +65,7 @@ class Baseline:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise UserError(
-                f"{python}: cannot be run ({(error.strerror or str(error)).lower()}); name a Python"
-            ) from None
+            raise UserError(f"{python}: cannot be run ({reason(error).lower()}); name a Python") from None
         try:
             self.ask({"model": str(model), "platform": jax.default_backend(), **settings})
         except BaseException:  # no `with` statement has been entered that would end it

@@ -28,7 +28,7 @@ from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
-from wedlm_jax.errors import UserError, entry
+from wedlm_jax.errors import UserError, entry, reason
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.results import replacing
@@ -161,7 +161,7 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UserError(f"{flag} {path}: cannot be read ({error.strerror}); name a JSONL file") from error
+        raise UserError(f"{flag} {path}: cannot be read ({reason(error)}); name a JSONL file") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     if not lines:
         raise UserError(f'{flag} {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, reason
 from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
@@ -60,7 +60,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
             target.rename(replaced)
         staging.rename(target)
     except OSError as error:
-        raise UserError(f"{target}: writing failed ({error.strerror or error}); nothing is left of it") from None
+        raise UserError(f"{target}: writing failed ({reason(error)}); nothing is left of it") from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

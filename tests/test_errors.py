@@ -1,0 +1,38 @@
+"""What went wrong outside is told in a few words, on the one line of a `UserError`."""
+
+import orbax.checkpoint
+import pytest
+
+from wedlm_jax.checkpoint import Checkpoints
+from wedlm_jax.errors import UserError, reason, writing
+
+AT_LENGTH = OSError("INTERNAL: Disk\n  gone\n" + 300 * "at frame ")  # as libraries raise it, with no errno
+
+
+def write(path):
+    with writing(path):
+        raise AT_LENGTH
+
+
+@pytest.mark.parametrize("fails", [write, lambda path: Checkpoints(path, keep=1)], ids=["writing", "checkpoints"])
+def test_an_error_of_many_lines_is_told_on_one(fails, tmp_path, monkeypatch):
+    def fail(*arguments, **options):
+        raise AT_LENGTH
+
+    monkeypatch.setattr(orbax.checkpoint, "CheckpointManager", fail)
+    with pytest.raises(UserError) as caught:
+        fails(tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message and "internal: disk gone at frame" in message and len(message) < 500
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (PermissionError(13, "Permission denied", "a file"), "Permission denied"),
+        (KeyError(), "KeyError"),
+        (ValueError("a\n  b"), "a b"),
+    ],
+)
+def test_a_reason_is_a_few_words(error, told):
+    assert reason(error) == told
