@@ -15,6 +15,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
 from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
+from wedlm_jax.workdir import checked_workdir
 
 BASE = Stage("base")
 MEASURES = (Measure("accuracy", "accuracy", task="sums", decoder="AR"), Measure("loss", "loss"))
@@ -67,7 +68,7 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for start in ("runs/base@best", "runs/base@500", "~/base@best"):
         slug = Path(Stage("base", (f"init_from={start}",)).slug)
-        assert train.checked_workdir(slug) == slug and len(slug.parts) == 1
+        assert checked_workdir(slug) == slug and len(slug.parts) == 1
 
 
 def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):

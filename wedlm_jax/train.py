@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study
-from wedlm_jax.pretrained import base_params, split_step
+from wedlm_jax.pretrained import base_params
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
 from wedlm_jax.study import run_study
@@ -33,6 +32,7 @@ from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
     base_of,
+    checked_workdir,
     load_initial,
     note_experiment,
     pinned,
@@ -88,22 +88,6 @@ def main() -> None:
             finished = train(experiment, workdir or experiment.workdir)
         if not finished:
             sys.exit(EXIT_STATUS)
-
-
-def checked_workdir(named: Path) -> Path:
-    """What `--workdir` names, with `~` written out.
-
-    Raises:
-      UserError: it is no folder, or it names a step of another workdir.
-    """
-    if re.match(r"\w\w+:/", str(named)):
-        raise UserError(f"--workdir {named}: no folder; mount the bucket (gcsfuse) and name a folder in it")
-    folder, step = split_step(named)
-    if step is not None:
-        raise UserError(
-            f"--workdir {named}: names a checkpoint of {folder} wherever a model is read; choose a name without @{step}"
-        )
-    return Path(folder)
 
 
 def train(experiment: Experiment, workdir: Path) -> bool:

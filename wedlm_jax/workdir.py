@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,22 @@ from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
+
+
+def checked_workdir(named: Path) -> Path:
+    """What `--workdir` names, with `~` written out.
+
+    Raises:
+      UserError: it is no folder, or it names a step of another workdir.
+    """
+    if re.match(r"\w\w+:/", str(named)):
+        raise UserError(f"--workdir {named}: no folder; mount the bucket (gcsfuse) and name a folder in it")
+    folder, step = split_step(named)
+    if step is not None:
+        raise UserError(
+            f"--workdir {named}: names a checkpoint of {folder} wherever a model is read; choose a name without @{step}"
+        )
+    return Path(folder)
 
 
 def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
