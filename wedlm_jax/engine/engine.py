@@ -44,9 +44,9 @@ class Engine:
 
     Args:
       model: from `wedlm_jax.load`.
-      rows: requests that a group decodes at once. A forward computes all of them, idle or not. On an accelerator that is nearly
-        free; on a CPU a step of a single request takes 4 to 6 times as long in 8 rows as in one (with AR twice), so take no more
-        there than requests come together.
+      rows: requests that a group decodes at once. A forward computes all of them, idle or not: on a CPU a step of a single
+        request takes 4 to 6 times as long in 8 rows as in one (with AR twice), so take no more there than requests come together;
+        on an accelerator it should be nearly free (expected, not measured).
       context: the most tokens of prompt and max_new_tokens together; None = the model's, at most 4096.
       steps: decode steps of one run, k. Fewer answer sooner to arrivals, cancellations and stop strings; more cost less
         host time.
