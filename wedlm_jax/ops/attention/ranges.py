@@ -58,7 +58,7 @@ def attend_ranges(
     chex.assert_is_divisible(N, K)
     chex.assert_shape([start_BT, end_BT], (B, T))
     chex.assert_type([start_BT, end_BT], int)
-    if T * S <= DENSE_SCORES * _larger():
+    if T * S / _larger() <= DENSE_SCORES:
         keys_S = jnp.arange(S)
         return attend(q_BTNH, k_BSKH, v_BSKH, (start_BT[..., None] <= keys_S) & (keys_S < end_BT[..., None]))
     # Heads first before the rows are taken apart: a cache lies like that, and XLA turns nothing round.
