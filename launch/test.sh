@@ -18,4 +18,4 @@ export JAX_COMPILATION_CACHE_DIR JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.3
 trap 'rm -rf "$JAX_COMPILATION_CACHE_DIR"' EXIT
 
 # -rs lists what was skipped, and why: the comparison with PyTorch runs only where requirements-torch.txt is installed.
-python -m pytest -rs --numprocesses 2 --dist worksteal ${arguments[@]+"${arguments[@]}"}
+python -m pytest -rs --durations 20 --numprocesses 2 --dist worksteal ${arguments[@]+"${arguments[@]}"}

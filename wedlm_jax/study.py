@@ -240,7 +240,7 @@ def _child_process(arguments: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _handling(handlers: Mapping[int, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
     """Signals go to `handlers`, but for what the study was started to ignore (`nohup`); in another thread than the main one they
     are left alone."""
     main = threading.current_thread() is threading.main_thread()
