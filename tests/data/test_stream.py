@@ -121,9 +121,9 @@ def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(file
     assert len(workers) == 2 and all(os.getpgid(pid) == pid for pid in workers)
 
 
-@pytest.mark.parametrize(("groups", "chunks"), [(1, 6), (2, 3), (8, 1)])
+@pytest.mark.parametrize(("groups", "chunks"), [(1, 6), (2, 3), (8, 2)])
 def test_groups_share_what_is_read_ahead(files, monkeypatch, groups, chunks):
-    """Of two workers; each group has a chunk in use beside those ahead of it."""
+    """Of two workers; each group has a chunk in use beside those ahead of it, at least one for every worker."""
     documents, submitted = Documents(config(files, "chat", num_groups=groups), tokenizer(), 0, "train"), []
 
     class Pool(concurrent.futures.Executor):

@@ -4,6 +4,7 @@ import pytest
 
 from tests.data.test_sources import epoch
 from tests.data.tiny import config_of, sentence, stream, tokenizer, write_lines
+from wedlm_jax.data import tokenizer_training
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.errors import UserError
@@ -37,6 +38,26 @@ def test_a_text_file_that_is_no_longer_than_a_section_is_one_document(tmp_path):
     source = open_path(config_of(path, "text"), 64)
     with pytest.raises(UserError, match=r"not UTF-8 \(byte 65536\)"):
         source.parse(1, source.fetch(1))
+
+
+def test_no_section_of_a_file_that_is_no_text_is_learned_from(tmp_path):
+    """Of UTF-16 the first section alone is no UTF-8."""
+    path = tmp_path / "windows.txt"
+    path.write_text("hello world line\n" * 20_000, encoding="utf-16")
+    source = open_path(config_of(path, "text"), 64)
+    assert len(source) > 4
+    for index in range(len(source)):
+        with pytest.raises(UserError, match="not text|not UTF-8"):
+            source.parse(index, source.fetch(index))
+
+
+def test_a_tokenizer_is_trained_on_documents_from_all_over_the_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_training, "_DOCUMENTS", 4)
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} words\n" * 25_000)
+    config = config_of(tmp_path, "text")
+    texts = list(tokenizer_training._training_texts(config.parts[0], config))
+    assert {text.split()[0] for text in texts} == {"first", "second"} and len(texts) <= 4
 
 
 def test_the_end_token_closes_a_long_file_once(long_file):

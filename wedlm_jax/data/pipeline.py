@@ -26,7 +26,7 @@ State = dict[str, list[int]]  # one int for every group, and RECORDS
 RECORDS = "records"  # in a state: the number of records of each source
 
 _NO_DOCUMENT: Mapping[Split, str] = {
-    "train": "the training split holds no document{}; lower data.held_out_share",
+    "train": "the training split holds no document{}; lower data.held_out_share, in another workdir",
     "held_out": "the held-out split holds no document{}; raise data.held_out_share",
 }
 

@@ -16,17 +16,18 @@ from wedlm_jax.data.documents import Document, Documents
 from wedlm_jax.errors import UserError
 
 _CHUNK = 16  # documents of one task of a worker
-_CHUNKS_AHEAD = 3  # per worker, of all iterators
+_CHUNKS_AHEAD = 3  # per worker, of all iterators; where these are many, of each as many as there are workers
 
 _Chunk = tuple[list[Document], UserError | None]
 
 
 class Reader:
-    """Documents by index. So many iterators as it is told of share its workers, and what is read ahead."""
+    """Documents by index. So many iterators as it is told of share its workers, and what is read ahead; but one alone, which is
+    what a batch waits for, keeps all workers busy."""
 
     def __init__(self, documents: Documents, num_workers: int, iterators: int):
         self._documents, self._num_workers = documents, num_workers
-        self._ahead = max(_CHUNKS_AHEAD * num_workers // iterators, 1)
+        self._ahead = max(_CHUNKS_AHEAD * num_workers // iterators, num_workers)
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def read(self, start: int, step: int) -> Iterator[Document]:

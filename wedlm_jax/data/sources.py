@@ -110,11 +110,14 @@ class TextFile:
 
     def fetch(self, index: int) -> bytes:
         start = self._start(index)
-        with self._reading(), self._path.open("rb") as file:
+        # A buffer of its own size: a network disk's may be megabytes, of which a section would take one and leave the rest.
+        with self._reading(), self._path.open("rb", buffering=_SECTION) as file:
             file.seek(start)
             return file.read(self._index()[index] - start)
 
     def parse(self, index: int, raw: Raw) -> Record:
+        if (zero := raw.find(0)) >= 0:  # as in UTF-16, most sections of which would pass for UTF-8
+            raise BadRecord(f"not text (byte {self._start(index) + zero} is 0)")
         try:
             return Text(raw.decode(), ends=index + 1 == len(self))
         except UnicodeDecodeError as error:
@@ -132,10 +135,11 @@ class TextFile:
 
     def _cut(self, size: int) -> Iterator[int]:
         end = 0
-        with self._path.open("rb") as file:
+        with self._path.open("rb", buffering=_SECTION) as file:
             while end < size:
                 file.seek(end + _SECTION - 1)
-                file.readline()  # no character of UTF-8 goes over a line end
+                while (part := file.readline(_SECTION)) and not part.endswith(b"\n"):
+                    pass  # no character of UTF-8 goes over a line end
                 end = min(file.tell(), size)
                 yield end
 

@@ -16,7 +16,7 @@ from wedlm_jax.data.tokenizer import TokenizerConfig, load_tokenizer, train_toke
 from wedlm_jax.errors import UserError
 
 _PROBLEMS = 4_000  # enough for every word and number of the quickstart tasks
-_DOCUMENTS = 20_000  # the first of each source of the user's own
+_DOCUMENTS = 20_000  # of each source of the user's own, from all over it
 
 
 def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> PreTrainedTokenizerBase:
@@ -47,7 +47,7 @@ def _texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
 
 def _training_texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
     source = open_path(part, data.row_length)
-    for index in range(min(len(source), _DOCUMENTS)):
+    for index in range(0, len(source), max(-(-len(source) // _DOCUMENTS), 1)):
         raw = source.fetch(index)
         if split_by_hash(content_of(raw), data.share_held_out) != "train":
             continue
