@@ -100,12 +100,15 @@ study.run_study(study.Study("x", arms, (study.Measure("loss", "loss"),), (0,)), 
 """
 
 
-def start_study(folder: Path, training: str) -> subprocess.Popen:
-    """A study in a process and session of its own, once its training, the text of a module, has written `started`."""
+def start_study(folder: Path, training: str, **group) -> subprocess.Popen:
+    """A study in a process and session (unless `group` says otherwise) of its own, once its training, the text of a module, has
+    written `started`."""
     (folder / "training.py").write_text(training)
     path = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
     environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # no thread but the main one
-    study = subprocess.Popen([sys.executable, "-c", STUDY_ALONE], cwd=folder, env=environment, start_new_session=True)
+    study = subprocess.Popen(
+        [sys.executable, "-c", STUDY_ALONE], cwd=folder, env=environment, **group or dict(start_new_session=True)
+    )
     wait_until((folder / "started").exists, or_else=lambda: study.poll() is not None)
     return study
 
@@ -129,21 +132,32 @@ def test_a_training_is_told_once_to_end_where_the_whole_group_of_the_study_is(tm
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_training_stops_and_goes_on_with_its_study(tmp_path):
     """Ctrl-Z and `fg`."""
-    study = start_study(tmp_path, COUNTING)
+    study = start_study(tmp_path, COUNTING, process_group=0)
     processes = (study.pid, int((tmp_path / "process").read_text()))
-
-    def stopped() -> list[bool]:
-        """As the third field of /proc/ID/stat tells it, behind the name."""
-        return [Path(f"/proc/{i}/stat").read_text().rpartition(")")[2].split()[0] == "T" for i in processes]
-
     os.kill(study.pid, signal.SIGTSTP)
-    wait_until(lambda: stopped() == [True, True])
-    assert stopped() == [True, True]
+    wait_until(lambda: stopped(*processes) == [True, True])
+    assert stopped(*processes) == [True, True]
     os.kill(study.pid, signal.SIGCONT)
-    wait_until(lambda: stopped() == [False, False])
-    assert stopped() == [False, False]
+    wait_until(lambda: stopped(*processes) == [False, False])
+    assert stopped(*processes) == [False, False]
     study.terminate()
     assert study.wait(60) == 75
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_study_that_no_shell_could_let_go_on_is_not_stopped(tmp_path):
+    """`ssh -t host python ...`: the group of a session's first process has no shell beside it."""
+    study = start_study(tmp_path, COUNTING)
+    os.kill(study.pid, signal.SIGTSTP)
+    time.sleep(0.5)
+    assert stopped(study.pid, int((tmp_path / "process").read_text())) == [False, False]
+    study.terminate()
+    assert study.wait(60) == 75
+
+
+def stopped(*processes: int) -> list[bool]:
+    """As the third field of /proc/ID/stat tells it, behind the name."""
+    return [Path(f"/proc/{i}/stat").read_text().rpartition(")")[2].split()[0] == "T" for i in processes]
 
 
 # Stands for a training of the real command: waits until it is told to end.
@@ -170,6 +184,46 @@ train.main()
 def test_a_training_is_told_to_end_when_its_study_is_killed(tmp_path):
     """Started again, the study would train in the same workdir."""
     study = start_study(tmp_path, WAITING)
+    study.kill()
+    study.wait()
+    told = tmp_path / "told"
+    wait_until(lambda: told.exists() and told.read_text() != "")
+    assert told.read_text() == "SIGTERM"
+
+
+# Stands for an evaluation of the real command.
+EVALUATING = """
+import os, pathlib, sys, time
+from wedlm_jax import evaluate
+
+def decodes(args, name):
+    pathlib.Path("process").write_text(str(os.getpid()))
+    pathlib.Path("started").touch()
+    time.sleep(30)
+
+evaluate.plan_experiment = decodes
+sys.argv = ["evaluate", "--exp", "quickstart_base"]
+evaluate.main()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_an_evaluation_ends_with_its_study(tmp_path):
+    """Else it holds the device beside the next one."""
+    study = start_study(tmp_path, EVALUATING)
+    evaluation = Path("/proc", (tmp_path / "process").read_text(), "cmdline")
+    study.kill()
+    study.wait()
+    wait_until(lambda: not evaluation.exists() or not evaluation.read_text())
+    assert not evaluation.exists() or not evaluation.read_text(), "ended, or ended and not yet asked for its status"
+
+
+def test_a_training_that_saves_is_left_to_it_when_its_study_is_killed(tmp_path):
+    """Told by the study, which an impatient user then kills: to look counts as no second signal."""
+    saving = WAITING.replace('    pathlib.Path("told")', '        time.sleep(3)\n    pathlib.Path("told")')
+    study = start_study(tmp_path, saving)
+    study.terminate()
+    time.sleep(1.5)
     study.kill()
     study.wait()
     told = tmp_path / "told"

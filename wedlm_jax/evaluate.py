@@ -43,6 +43,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
@@ -298,6 +299,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 
 @entry
 def main() -> None:
+    end_with_study()
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: must be at least 1")

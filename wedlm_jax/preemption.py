@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import ClassVar
 
 import jax
 
@@ -31,7 +32,8 @@ def end_with_study() -> None:
 def _end_without(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    os.kill(os.getpid(), signal.SIGTERM)
+    if not Termination.told:  # else it is saving, and another signal would end that
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Termination:
@@ -40,6 +42,8 @@ class Termination:
 
     Only while it is entered, and only in the main thread: signals go nowhere else.
     """
+
+    told: ClassVar[bool] = False  # whether any of this process has noted one
 
     def __init__(self) -> None:
         self.signal: str | None = None  # the name of the first one that came to this process
@@ -65,6 +69,7 @@ class Termination:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             forget_closed_output()  # or the next line that is printed ends the run unsaved
+        Termination.told = True
         if self.signal is None:
             self.signal, self._noted_at = signal.Signals(number).name, time.monotonic()
         elif time.monotonic() - self._noted_at >= ECHO_SECONDS:

@@ -216,7 +216,9 @@ def _child_process(arguments: list[str]) -> None:
         """Ctrl-Z, which the system sends to the study's group alone: its training stops, and goes on, with it."""
         if child is not None:
             child.send_signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # until `fg` or `bg`
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # stops until `fg` or `bg`, but not where no shell could say that
+        signal.signal(signal.SIGTSTP, pause)
         if child is not None:
             child.send_signal(signal.SIGCONT)
 

@@ -246,6 +246,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                         f"{config.steps} is saved in {workdir}, and the same command goes on from there"
                     )
                     return False
+            checkpoints.wait()  # before a signal can end the process again
     say(finished)
     return True
 

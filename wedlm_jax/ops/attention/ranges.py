@@ -29,7 +29,7 @@ WIDER_KEY_TILES = 4  # so many times as wide at most, where the queries are few
 DENSE_SCORES = 2**16
 
 # A round costs a GPU the host's answer and the start of several kernels, however little it computes: so its tiles have four times
-# as many queries and keys, and four times as many scores are held at once. Reckoned; nothing has run on a GPU.
+# as many queries and keys, and of few queries four times as many scores are held at once. Reckoned; nothing has run on a GPU.
 LARGER_ON_GPU = 4
 
 # The name of output and log-sum-exp, of every implementation, to a remat policy: what it keeps by this name
@@ -58,7 +58,7 @@ def attend_ranges(
     chex.assert_is_divisible(N, K)
     chex.assert_shape([start_BT, end_BT], (B, T))
     chex.assert_type([start_BT, end_BT], int)
-    if T * S / _larger() <= DENSE_SCORES:
+    if T * S / (_larger() if T <= QUERY_TILE else 1) <= DENSE_SCORES:
         keys_S = jnp.arange(S)
         return attend(q_BTNH, k_BSKH, v_BSKH, (start_BT[..., None] <= keys_S) & (keys_S < end_BT[..., None]))
     # Heads first before the rows are taken apart: a cache lies like that, and XLA turns nothing round.
