@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import signal
 import sys
 
 import numpy as np
@@ -12,12 +13,13 @@ from tests.bad_input import full_disk
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import ModelFile, load_params, saved_steps
+from wedlm_jax.checkpoint import Checkpoints, ModelFile, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
+from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.train import main, train
 from wedlm_jax.workdir import note_experiment, prepare_workdir, progress_of, tokenizer_of
@@ -77,6 +79,25 @@ def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path):
         (_, expected), (_, resumed) = load_params(finished, step), load_params(tmp_path, step)
         for name, value in expected.items():
             np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
+def test_a_signal_ends_no_run_whose_last_checkpoint_is_being_written(tmp_path, monkeypatch):
+    save, wait, noted_behind = Checkpoints.save, Checkpoints.wait, {}
+
+    def saves(checkpoints, state, step, *arguments):
+        save(checkpoints, state, step, *arguments)
+        noted_behind[step] = []
+
+    def waits(checkpoints):
+        handler = signal.getsignal(signal.SIGTERM)
+        for noted in noted_behind.values():
+            noted.append(isinstance(getattr(handler, "__self__", None), Termination))
+        wait(checkpoints)
+
+    monkeypatch.setattr(Checkpoints, "save", saves)
+    monkeypatch.setattr(Checkpoints, "wait", waits)
+    train(with_overrides("train.steps=2"), tmp_path)
+    assert noted_behind[2][0], "who waits for the last one first still notes signals"
 
 
 def test_a_run_may_go_on_with_other_micro_batches_and_learns_the_same(finished, tmp_path):
