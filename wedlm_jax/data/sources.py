@@ -138,8 +138,9 @@ class TextFile:
         with self._path.open("rb", buffering=_SECTION) as file:
             while end < size:
                 file.seek(end + _SECTION - 1)
-                while (part := file.readline(_SECTION)) and not part.endswith(b"\n"):
-                    pass  # no character of UTF-8 goes over a line end
+                part = file.readline(_SECTION)
+                while part and not part.endswith(b"\n"):  # no character of UTF-8 goes over a line end
+                    part = file.readline(_SECTION)
                 end = min(file.tell(), size)
                 yield end
 
