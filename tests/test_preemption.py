@@ -65,9 +65,10 @@ def test_what_it_was_started_to_ignore_it_ignores():
 
 # Prints on after the terminal is closed, as a training does before it saves.
 PRINTING = """
-import sys, time
+import signal, sys, time
 from wedlm_jax.preemption import Termination
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests themselves be run by nohup
 with Termination() as termination:
     print("started", flush=True)
     while termination.signal is None:
