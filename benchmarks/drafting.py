@@ -3,6 +3,7 @@
     python -m benchmarks.drafting --model runs/quickstart
     python -m benchmarks.drafting --model runs/quickstart --rules verified lookup --limit 500 --no-bfloat16
     python -m benchmarks.drafting --model runs/quickstart --temperature 0.7 --no-bfloat16
+    python -m benchmarks.drafting --model runs/stdlib_code --tasks stdlib_code --max-new-tokens 128 --no-bfloat16
 
 Held-out problems of each task in one batch (one by one where the window is automatic), greedy unless a temperature is given,
 float32 at the highest matmul precision; the last part in bfloat16, where two orders of summation may pick different tokens: AR
@@ -17,15 +18,15 @@ from typing import Annotated
 import tyro
 
 from wedlm_jax import Completion, DecodeConfig, Model, load
+from wedlm_jax.bench import TaskName, problems_of
 from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
 
-TASKS = ("word_problems", "counting", "copying")
 RULES = {
     "verified": DecodeConfig("verified"),
+    "verified, masks alone": DecodeConfig("verified", text_drafts=False),
     "verified, tau=0.4": DecodeConfig("verified", entropy_threshold=0.4),
     "verified, tau=1": DecodeConfig("verified", entropy_threshold=1.0),
     "verified, each below 0.4": DecodeConfig("verified", fill_rule="each", entropy_threshold=0.4),
@@ -41,6 +42,7 @@ RULES = {
 @dataclasses.dataclass(frozen=True)
 class Flags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    tasks: tuple[TaskName, ...] = ("word_problems", "counting", "copying")
     rules: tuple[str, ...] = tuple(RULES)
     limit: int = 100
     """Problems a task, at most."""
@@ -53,9 +55,9 @@ class Flags:
     """Also the last part."""
 
 
-def decode(model: Model, flags: Flags, name: str, config: DecodeConfig) -> list[Completion]:
+def decode(model: Model, flags: Flags, name: TaskName, config: DecodeConfig) -> list[Completion]:
     config = dataclasses.replace(config, max_new_tokens=flags.max_new_tokens, temperature=flags.temperature)
-    problems = task(name).problems(flags.limit, flags.seed)
+    problems = problems_of(name, flags.limit, flags.seed)
     # A row's noise goes by its number, in whatever batch it is.
     requests = [make_request(model, p.prompt, config, row=row, name=name) for row, p in enumerate(problems)]
     # Many rows beside it narrow an automatic window.
@@ -90,15 +92,15 @@ def main() -> None:
     if flags.temperature and flags.bfloat16:
         raise UserError("the part in bfloat16 asks which token is likeliest: --no-bfloat16 with a temperature")
     exact = load_exact(flags.model)
-    autoregressive = {name: decode(exact, flags, name, DecodeConfig("ar")) for name in TASKS}
+    autoregressive = {name: decode(exact, flags, name, DecodeConfig("ar")) for name in flags.tasks}
     print(
         f"temperature {flags.temperature:g}, at most {flags.limit} problems: tokens per forward, and how many equal AR\n"
     )
-    print(f"| drafts | {' | '.join(TASKS)} |\n|---|{'---|' * len(TASKS)}")
-    drafted: dict[str, list[Completion]] = {}
+    print(f"| drafts | {' | '.join(flags.tasks)} |\n|---|{'---|' * len(flags.tasks)}")
+    drafted: dict[TaskName, list[Completion]] = {}
     for label in flags.rules:
         config, cells = RULES[label], []
-        for name in TASKS:
+        for name in flags.tasks:
             completions = decode(exact, flags, name, config)
             same = sum(c.ids == a.ids for c, a in zip(completions, autoregressive[name], strict=True))
             cells.append(f"{tokens_per_forward(completions):.2f}, {same}/{len(completions)}")
@@ -112,7 +114,7 @@ def main() -> None:
         return
     half = load(flags.model, "bfloat16")
     print("\nbfloat16, verified against AR of the same weights:")
-    for name in TASKS:
+    for name in flags.tasks:
         pairs = zip(*(decode(half, flags, name, DecodeConfig(d)) for d in ("verified", "ar")), strict=True)
         gaps = [gap_where_they_part(ours, alone) for ours, alone in pairs]
         parted = [f"{gap:.4f}" for gap in gaps if gap is not None]

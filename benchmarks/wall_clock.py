@@ -36,6 +36,7 @@ from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, advance, emit
+from wedlm_jax.decode.text_drafts import with_text
 from wedlm_jax.decode.verified import widths
 from wedlm_jax.decode.window import window_forward
 from wedlm_jax.errors import entry
@@ -235,7 +236,8 @@ def _replay(
     def step(transformer: Transformer, number: jax.Array, state: DecodeState) -> DecodeState:
         C, slots = state.window.shape[1], state.slots
         lead, accepted, fed = counts[:, number, None]
-        state = dataclasses.replace(state, filled=slots < lead[:, None])
+        text, _ = with_text(state, settings, settings.window_size)  # for its time: what was recorded has chosen already
+        state = dataclasses.replace(state, window=text.window, filled=slots < lead[:, None])
         state, reading = window_forward(
             transformer, state, settings, fed, slots < fed[:, None], widths=widths(C, slot_cost(transformer), settings.adapts),
             most_read=C, score=entropy,

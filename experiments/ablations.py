@@ -57,6 +57,7 @@ def adapted() -> Experiment:
             tasks=("word_problems",),
             entropy_thresholds=(0.4,),
             verified_windows=(),
+            text_drafts=False,
             masked_loss_rows=64,
         ),
     )

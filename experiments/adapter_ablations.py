@@ -64,6 +64,7 @@ def adapter() -> Experiment:
             tasks=("word_problems", "counting"),
             entropy_thresholds=(),
             verified_windows=(),
+            text_drafts=False,
             batch_size=50,
         ),
     )

@@ -93,6 +93,7 @@ def adapted(width: int) -> Experiment:
             tasks=("word_problems",),
             entropy_thresholds=(0.4,),
             verified_windows=(),
+            text_drafts=False,
             masked_loss_rows=64,
             batch_size=20,
         ),

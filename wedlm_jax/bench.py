@@ -240,9 +240,9 @@ def works(args: Bench, model: Model, problems: dict[str, list[Problem]]) -> tupl
     return found, list(dict.fromkeys(left_out))
 
 
-def problems_of(name: TaskName) -> list[Problem]:
+def problems_of(name: TaskName, limit: int = PROBLEMS, seed: int = 0) -> list[Problem]:
     chosen = text_pieces(code_files("held_out"), CHARACTERS) if name == "stdlib_code" else task(name)
-    return chosen.problems(PROBLEMS, 0)
+    return chosen.problems(limit, seed)
 
 
 def save(args: Bench, found: Found) -> None:

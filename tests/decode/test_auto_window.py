@@ -132,7 +132,8 @@ def test_windows_of_a_trace_follow_the_rule():
         drafts = [0 if wrong else token for token in chain]
         model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
         model.slot_cost = ON_ACCELERATOR
-        config = config_of("verified", window_size="auto", entropy_threshold=float("inf"), max_new_tokens=len(chain))
+        settings = dict(window_size="auto", entropy_threshold=float("inf"), text_drafts=False)
+        config = config_of("verified", **settings, max_new_tokens=len(chain))
         [completion] = generate(model, [[0]], config, trace=True)
         assert completion.ids == chain
         assert len(completion.trace[0]["window"]) == 2 * AUTO_WINDOWS[-1]  # all drafted in prefill

@@ -32,6 +32,7 @@ FIELDS = {
     "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,)],
     "stop": ["END", ("",), (1,), None],
     "mask_token_id": ["x", 1.0, True],
+    "text_drafts": [1, "no"],
     "ban_mask": [1, None],
     "reorder": [0, "none"],
     "seed": [None, 0.5, -1, 2**32],

@@ -46,6 +46,7 @@ CHANGES = [
     dict(stop_ids=(1, 2, 3)),
     dict(stop_ids=(8,)),
     dict(mask_token_id=4),
+    dict(text_drafts=False),
     dict(ban_mask=False),
 ]
 

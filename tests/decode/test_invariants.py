@@ -120,7 +120,7 @@ def test_verified_takes_the_chain_whatever_the_drafts_say():
     for wrong in (0.0, 0.3, 1.0):
         drafts = [int(9 if rng.random() < wrong else token) for token in chain]
         model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
-        completion = generate(model, [[0]], config_of("verified"))[0]
+        completion = generate(model, [[0]], config_of("verified", text_drafts=False))[0]
         assert completion.ids == chain
         forwards.append(completion.stats.forwards)
     assert forwards[0] < forwards[1] < forwards[2] == len(chain)
@@ -183,6 +183,7 @@ FIELDS: dict[str, tuple[DecodeConfig, object]] = {
     "entropy_threshold": (config_of("streaming_eager"), 1.8),
     "distance_penalty": (config_of("streaming_eager", entropy_threshold=1.6), 0.5),
     "fill_rule": (config_of("streaming_eager", entropy_threshold=1.6), "sum"),
+    "text_drafts": (config_of("verified"), False),
     "verify": (config_of("streaming_eager"), "fallback"),
     "refill": (config_of("streaming_eager"), "paper"),
     "reorder": (config_of("streaming_eager", distance_penalty=0.0), False),

@@ -108,7 +108,8 @@ def test_acceptance_by_distance_of_known_drafts():
     """Drafts that are right at every second position alone: the first is always right or always wrong, the second never."""
     chain = [1, 2] * 6
     model = reciting_model(chain, drafts=[1, 9] * 6, vocab_size=11, mask_token_id=MASK)
-    completion = generate(model, [[0]], config_of("verified", max_new_tokens=12, entropy_threshold=None))[0]
+    config = config_of("verified", max_new_tokens=12, entropy_threshold=None, text_drafts=False)
+    completion = generate(model, [[0]], config)[0]
     assert completion.ids == chain
     assert completion.stats.forwards + sum(yes for _, yes in completion.acceptance) == 12
     assert len(completion.acceptance) == 1
@@ -121,16 +122,19 @@ def test_decoders_without_an_autoregressive_chain_report_none():
     assert generate(tiny_model(), [PROMPT] * 3, config_of("ar"))[0].acceptance is None
 
 
-def test_lookup_drafts_what_followed_the_longest_and_latest_match():
+@pytest.mark.parametrize("longest", [3, 8])
+def test_lookup_drafts_what_followed_the_longest_and_latest_match(longest):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 20, size=200)
     histories = rng.integers(0, 3, size=(200, 20))
-    drafts, count = jax.jit(find_drafts, static_argnames="slots")(
-        jnp.asarray(histories), jnp.asarray(lengths), jnp.full(200, 5), slots=7
+    histories[::4] = np.arange(20) % 5  # these repeat themselves
+    found = jax.jit(find_drafts, static_argnames=("slots", "longest"))(
+        jnp.asarray(histories), jnp.asarray(lengths), jnp.full(200, 5), slots=7, longest=longest
     )
-    for history, length, row, n in zip(histories.tolist(), lengths, np.asarray(drafts), np.asarray(count), strict=True):
-        assert row[:n].tolist() == continuation(history[:length], 5)
-    assert {0, 1, 5} <= set(np.asarray(count).tolist())
+    drafts, count, matched = (np.asarray(x).tolist() for x in found)
+    for history, length, row, n, tokens in zip(histories.tolist(), lengths, drafts, count, matched, strict=True):
+        assert (row[:n], tokens) == continuation(history[:length], 5, longest)
+    assert {0, 1, 5} <= set(count) and {0, longest} <= set(matched)
 
 
 def test_lookup_fills_its_window_with_text_that_repeats_itself():
@@ -149,3 +153,32 @@ def test_lookup_needs_no_mask_id_and_copies_in_few_forwards():
     completion = generate(model, [[3]], config_of("lookup", max_new_tokens=16))[0]
     assert completion.ids == [*passage[1:], 0, *passage]
     assert completion.stats.forwards < 16
+
+
+def forwards_of_verified(chain: list[int], drafts: list[int]) -> tuple[int, int]:
+    """With drafts of text and of masks alone, for a model that says `chain` and whose masks say `drafts`."""
+    model = reciting_model(chain, drafts=drafts, vocab_size=11, mask_token_id=MASK)
+    settings = dict(max_new_tokens=len(chain), entropy_threshold=0.7)
+    both, alone = (generate(model, [[0]], config_of("verified", **settings, text_drafts=of))[0] for of in (True, False))
+    assert both.ids == alone.ids == chain
+    return both.stats.forwards, alone.stats.forwards
+
+
+def test_text_is_drafted_where_masks_are_wrong_and_the_text_repeats_itself():
+    both, alone = forwards_of_verified([1, 2, 3, 4, 5] * 3, [9] * 15)
+    assert alone == 15  # every draft of the masks is wrong
+    assert both == 6 + 3  # nothing repeats in the first 6 tokens; then up to 3 drafts and a token behind them a forward
+
+
+def test_text_leaves_masks_that_are_right_alone():
+    """A single token that came before, each time with another one behind it, does not take the place of three right drafts."""
+    chain = [1, 2, 1, 3, 1, 4, 1, 5, 1, 6, 1, 7]
+    both, alone = forwards_of_verified(chain, chain)
+    assert both == alone == 3
+
+
+def test_mask_drafts_whose_place_wrong_text_took_come_back():
+    """The masks fail at the second 2, so text is tried: two tokens match. It is wrong, and what masks drafted before is right."""
+    chain = [1, 2, 3, 1, 2, 4, 5, 6, 7]
+    both, alone = forwards_of_verified(chain, drafts=[1, 2, 3, 1, 9, 4, 5, 6, 7])
+    assert (both, alone) == (4, 3)

@@ -171,7 +171,10 @@ def verified(row: Row) -> None:
     """Slot 0 is an emitted token that is not cached yet; the leading drafts behind it are checked by the forward that
     caches them, and only tokens of the autoregressive chain are emitted. With window_size "auto", W begins at 32, halves down
     to 4 where none of the drafts was right, and doubles up to 32 where half of it was accepted. The masks of the first window
-    are fed with the prompt, so that its drafts are there before the first forward that counts."""
+    are fed with the prompt, so that its drafts are there before the first forward that counts.
+
+    Where text is trusted more than the leading drafts, it takes the place of the window, and only W slots are fed; if it is
+    wrong somewhere, what it took the place of comes back."""
     auto = row.config.window_size == "auto"
     W = 32 if auto else row.config.window_size
     window: list[int | None] = [row.context.pop()] + [None] * (W - 1)
@@ -179,9 +182,16 @@ def verified(row: Row) -> None:
         logits, base, masks = row.forward(window, in_prefill=True), len(row.context), list(range(1, W))
         for i in row.passing(logits, masks) or masks[:1]:
             window[i] = row.pick(logits[i], base + i)
+    masks_failed = False
     while True:
-        lead = _leading_run(window)
-        window = (window + [None] * (W + lead))[: W + lead]
+        by_masks, lead = window + [None] * W, _leading_run(window)
+        text, matched = continuation(row.prompt + row.emitted, W - 1, longest=8)
+        from_text = row.config.text_drafts and matched > (lead - 1) * (0.5 if masks_failed else 2)
+        if from_text:
+            window = [window[0], *text]
+            lead = len(window)
+        fed = W if from_text else W + lead
+        window = (window + [None] * fed)[:fed]
         logits = row.forward(window)
         base = len(row.context)
         chain = [row.pick(logits[0], base + 1)]
@@ -191,10 +201,13 @@ def verified(row: Row) -> None:
         if row.finish:
             return
         accepted = len(chain)
+        if not from_text and lead > 1:
+            masks_failed = accepted == 1
+        wrong_text = from_text and accepted < lead
         behind = range(accepted + 1, accepted + W)
-        after = {i: window[i] for i in behind}
-        masks = [i for i in behind if window[i] is None]
-        if masks:
+        after = {i: (by_masks if wrong_text else window + [None] * W)[i] for i in behind}
+        masks = [i for i in behind if i < fed and window[i] is None]
+        if masks and not wrong_text:
             for i in row.passing(logits, masks) or masks[:1]:
                 after[i] = row.pick(logits[i], base + i)
         row.context += window[:accepted]
@@ -233,7 +246,7 @@ def fallback(row: Row) -> None:
 def lookup(row: Row) -> None:
     """Drafts are what followed the longest of the last 3, 2 or 1 tokens where they came last before; checked as in `verified`."""
     history, pending = list(row.context), row.context.pop()
-    window = [pending, *continuation(history, row.config.window_size - 1)]
+    window = [pending, *continuation(history, row.config.window_size - 1)[0]]
     while True:
         logits = row.forward(window)
         base = len(row.context)
@@ -245,18 +258,19 @@ def lookup(row: Row) -> None:
             return
         row.context += window[: len(chain)]
         history += chain
-        window = [chain[-1], *continuation(history, row.config.window_size - 1)]
+        window = [chain[-1], *continuation(history, row.config.window_size - 1)[0]]
 
 
-def continuation(history: list[int], most: int) -> list[int]:
-    for n in (3, 2, 1):
+def continuation(history: list[int], most: int, longest: int = 3) -> tuple[list[int], int]:
+    """What followed the longest match of the history's end, and how many tokens match."""
+    for n in range(longest, 0, -1):
         for end in range(len(history) - 1, n - 1, -1):
             if history[end - n : end] == history[-n:]:
                 text = list(history)
-                while len(text) < end + most and n == 3:  # it goes on as what it repeats
+                while len(text) < end + most and n >= 3:  # it goes on as what it repeats
                     text.append(text[end + len(text) - len(history)])
-                return text[end : end + most]
-    return []
+                return text[end : end + most], n
+    return [], 0
 
 
 def blockwise(row: Row) -> None:

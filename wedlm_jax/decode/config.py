@@ -42,6 +42,8 @@ class DecodeConfig:
     distance_penalty: float | Literal["auto"] = "auto"  # lambda in nats per slot right of the leftmost mask (Eq. 11)
     fill_rule: FillRule = "auto"
     """Masks below tau: each, sum (all of them together) or run (from the left); auto: run for verified, else each."""
+    text_drafts: bool = True
+    """verified also drafts what followed the same tokens before, where that is likelier right; False: masks alone."""
     verify: Verify = "none"
     """fallback: streaming takes the AR token where no mask passes the rule, instead of the likeliest guess."""
     refill: Refill = "eager"  # "eager": masks are topped up before the forward (the engine); "paper": after the commit
@@ -98,7 +100,7 @@ class DecodeConfig:
             object.__setattr__(self, "stop_ids", tuple(integer("stop_ids", i) for i in self.stop_ids))
         if self.mask_token_id is not None:
             object.__setattr__(self, "mask_token_id", integer("mask_token_id", self.mask_token_id))
-        for name in ("reorder", "ban_mask"):
+        for name in ("text_drafts", "reorder", "ban_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
 
@@ -224,6 +226,7 @@ class RowSettings:
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
+    text_drafts: jax.Array  # bool [B]
     reorder: jax.Array  # bool [B]
     block_size: jax.Array  # int32 [B]
     confidence_threshold: jax.Array  # float32 [B]; inf = one a step
@@ -262,6 +265,7 @@ class RowSettings:
             entropy_threshold=column("tau", "float32"),
             distance_penalty=column("penalty", "float32"),
             rule=column("rule", "int32"),
+            text_drafts=column("text_drafts", "bool"),
             reorder=column("reorder", "bool"),
             block_size=column("block_size", "int32"),
             confidence_threshold=np.array([c.confidence_threshold or math.inf for c in configs], "float32"),

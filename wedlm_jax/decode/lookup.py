@@ -17,6 +17,7 @@ from wedlm_jax.decode.window import SMALLEST_WIDTH, recorded, window_forward
 from wedlm_jax.model.transformer import Transformer
 
 LONGEST_NGRAM = 3
+REPEATS = 3  # tokens of a match that reaches the end of the history from which on it is taken to repeat itself
 
 
 def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSettings) -> tuple[DecodeState, StepRecord]:
@@ -39,29 +40,34 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
 
 def draft(state: DecodeState, pending: jax.Array, settings: RowSettings) -> DecodeState:
     """A new window: the pending token [B], the last one of the history, and behind it what is found for it."""
-    history, length = _history(state)
-    drafts, count = find_drafts(history, length, settings.window_size - 1, slots=state.window.shape[1] - 1)
+    drafts, count, _ = find_drafts(
+        *history_of(state), settings.window_size - 1, slots=state.window.shape[1] - 1, longest=LONGEST_NGRAM
+    )
     window = jnp.concatenate([pending[:, None], drafts], axis=1)
     return dataclasses.replace(state, window=window, filled=state.slots <= count[:, None])
 
 
-def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int) -> tuple[jax.Array, jax.Array]:
-    """What followed the last tokens of a history where they came before: the longest match of 3, 2 or 1 tokens, of these
-    the latest. Behind one of 3 that reaches the end of the history the drafts follow themselves: such text repeats itself.
+def find_drafts(
+    history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int, longest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What followed the last tokens of a history where they came before: the longest match, of these the latest. Behind one of 3
+    tokens or more that reaches the end of the history the drafts follow themselves: such text repeats itself.
 
     Args:
       history: int32 [B, S], tokens by position; `length` int32 [B] of them count, at least 1.
       most: int32 [B], drafts wanted at most.
       slots: drafts returned, padded.
+      longest: tokens of a match that are counted, at most.
 
     Returns:
-      drafts int32 [B, slots] and how many of them count [B]; 0 where no earlier token is the last one.
+      drafts int32 [B, slots], how many of them count [B], and how many tokens match [B]; 0 and 0 where no earlier token is the
+      last one.
     """
     S = history.shape[1]
     ends = jnp.arange(S)[None, :]  # a match ends before `end`, its continuation begins there
     matched = jnp.zeros(history.shape, jnp.int32)
     still = ends < length[:, None]
-    for back in range(1, LONGEST_NGRAM + 1):
+    for back in range(1, longest + 1):
         token = jnp.take_along_axis(history, jnp.maximum(length - back, 0)[:, None], axis=1)
         still = still & (ends >= back) & (jnp.roll(history, back, axis=1) == token)
         matched = matched + still
@@ -70,11 +76,11 @@ def find_drafts(history: jax.Array, length: jax.Array, most: jax.Array, *, slots
     followed_by = jnp.maximum(length - best, 1)  # tokens of the history
     source = best[:, None] + jnp.arange(slots)[None, :] % followed_by[:, None]
     drafts = jnp.take_along_axis(history, jnp.minimum(source, S - 1), axis=1)
-    ends_at = jnp.where(found == LONGEST_NGRAM, most, jnp.minimum(most, followed_by))
-    return drafts, jnp.where(found > 0, ends_at, 0)
+    ends_at = jnp.where(found >= REPEATS, most, jnp.minimum(most, followed_by))
+    return drafts, jnp.where(found > 0, ends_at, 0), found
 
 
-def _history(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+def history_of(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     """Prompt and output by position, int32 [B, P + O], and how long it is; the pending token is its last."""
     length = state.length + 1
     prompt_length = (length - state.generated)[:, None]

@@ -72,6 +72,7 @@ def begin(
         log_probs=jnp.zeros((B, output_slots), jnp.float32),
         generated=zeros,
         auto_window=jnp.full(B, AUTO_WINDOWS[-1], jnp.int32),
+        masks_failed=jnp.zeros(B, bool),
         finish=jnp.full(B, RUNNING, jnp.int32),
         forwards=zeros,
         processed=zeros,

@@ -33,6 +33,7 @@ class DecodeState:
     log_probs: jax.Array  # float32 [B, O]: of those by the AR model, in nats; NaN of a token that was not read
     generated: jax.Array  # int32 [B]: how many of them count
     auto_window: jax.Array  # int32 [B]: the one of AUTO_WINDOWS that a row with window_size="auto" has come to
+    masks_failed: jax.Array  # bool [B]: whether none of the mask drafts that were last checked was right (verified)
     finish: jax.Array  # int32 [B]: RUNNING, STOPPED or FULL
     forwards: jax.Array  # int32 [B]: decode forwards, prefill not counted
     processed: jax.Array  # int32 [B]: token instances in those forwards, and masks in prefill; no static padding

@@ -16,6 +16,7 @@ from wedlm_jax.decode.chain import check_drafts
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
+from wedlm_jax.decode.text_drafts import with_text
 from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
 from wedlm_jax.model.slot_cost import slot_cost
@@ -26,18 +27,20 @@ from wedlm_jax.ops.categorical import entropy
 def verified_step(
     transformer: Transformer, state: DecodeState, settings: RowSettings
 ) -> tuple[DecodeState, StepRecord]:
-    """Slot 0 is the pending token: emitted, not yet cached. Behind it come drafts and masks.
+    """Slot 0 is the pending token: emitted, not yet cached. Behind it come drafts, of masks or of text, and masks.
 
     The forward gives the AR chain after the pending token and after each leading draft. Drafts are accepted while they
     agree with it, and the chain's next token is emitted behind them and pends: every forward emits at least one token.
-    W slots stay in play from the new cursor. What the masks say, and which of them are filled, are drafts only: nothing of it
-    can change the output.
+    W slots stay in play from the new cursor; behind drafts of text, which go on where they were right, only what completes the
+    window. What the masks say, and which of them are filled, are drafts only: nothing of it can change the output.
     """
     B, C = state.window.shape
     slots = state.slots
-    lead = state.leading_run()
     window_size = window_in_play(state, settings)
-    fed = window_size + lead
+    by_masks = state
+    state, from_text = with_text(state, settings, window_size)
+    lead = state.leading_run()
+    fed = jnp.where(from_text, window_size, window_size + lead)
     masks = ~state.filled & (slots < fed[:, None])
     before = state
     state, reading = window_forward(
@@ -54,15 +57,20 @@ def verified_step(
 
     pending = slots == accepted[:, None]
     behind = (slots > accepted[:, None]) & (slots < (accepted + window_size)[:, None])
-    masked = masks & behind & state.running[:, None]
+    # Masks behind wrong text say nothing. The mask drafts whose place it took are worth what they were.
+    wrong_text = (from_text & (accepted < lead))[:, None]
+    window = jnp.where(wrong_text, by_masks.window, state.window)
+    filled = jnp.where(wrong_text, by_masks.filled, state.filled)
+    masked = masks & behind & state.running[:, None] & ~wrong_text
     filling = select_drafts(
         reading.scores, masked, settings.entropy_threshold, settings.distance_penalty, settings.rule
     )
     record = recorded(before, settings, fed, reading, filling, kept)
     state = dataclasses.replace(
         state,
-        window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, state.window)),
-        filled=pending | (state.filled & behind) | filling,
+        window=jnp.where(pending, next_token[:, None], jnp.where(filling, reading.tokens, window)),
+        filled=pending | (filled & behind) | filling,
+        masks_failed=jnp.where(from_text | (lead == 1), state.masks_failed, accepted == 1),
         auto_window=window_after(before, settings, lead, accepted),
     )
     return advance(state, kept), record

@@ -25,6 +25,7 @@ class EvaluationConfig:
     verified_entropy_threshold: float = 0.7
     # Further W of verified decoding, a row each: a CPU is fastest with a narrow one.
     verified_windows: tuple[int, ...] = ()
+    text_drafts: bool = True  # of verified decoding; False: what masks alone are worth
     distance_penalty: float = 0.02
     block_size: int = 32
     confidence_threshold: float = 0.9
@@ -56,7 +57,8 @@ class EvaluationConfig:
 
     @property
     def verified(self) -> DecodeConfig:
-        return self._window("verified", self.verified_entropy_threshold)
+        config = self._window("verified", self.verified_entropy_threshold)
+        return dataclasses.replace(config, text_drafts=self.text_drafts)
 
     @property
     def verified_at(self) -> tuple[DecodeConfig, ...]:
