@@ -67,8 +67,8 @@ CHANGED = {
     EvaluationConfig: {
         "tasks": ("copying",), "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,
         "text_prompt_characters": 90, "batch_size": 2, "max_new_tokens": 9, "window_size": 4, "entropy_thresholds": (0.3,),
-        "verified_entropy_threshold": 0.3, "verified_windows": (3,), "distance_penalty": 0.3, "block_size": 4,
-        "confidence_threshold": 0.3, "in_place": True, "seed": 1,
+        "verified_entropy_threshold": 0.3, "verified_windows": (3,), "text_drafts": False, "distance_penalty": 0.3,
+        "block_size": 4, "confidence_threshold": 0.3, "in_place": True, "seed": 1,
     },
     Experiment: {"name": "other", "init_from": "second"},
 }  # fmt: skip

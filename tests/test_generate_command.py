@@ -215,7 +215,7 @@ def test_every_decode_setting_is_a_flag(call, monkeypatch):
     seen = []
     monkeypatch.setattr(command, "generate", seen.append)
     call("--prompt", "x", "--decoder", "blockwise", "--window-size", 8, "--entropy-threshold", "inf",
-         "--distance-penalty", 0.5, "--fill-rule", "sum", "--verify", "none",
+         "--distance-penalty", 0.5, "--fill-rule", "sum", "--no-text-drafts", "--verify", "none",
          "--refill", "paper", "--no-reorder", "--block-size", 4, "--confidence-threshold", 0,
          "--max-new-tokens", 7, "--temperature", 0.5, "--top-k", 3, "--top-p", 0.9, "--stop-ids", 1, 2,
          "--stop", "\n\n", "END", "--mask-token-id", 3, "--no-ban-mask", "--seed", 9)  # fmt: skip
@@ -225,6 +225,7 @@ def test_every_decode_setting_is_a_flag(call, monkeypatch):
         float("inf"),
         0.5,
         "sum",
+        False,
         "none",
         "paper",
         False,

@@ -76,7 +76,7 @@ def requests(draw, loop: str, case: Case = Case()) -> tuple[list[int], DecodeCon
         entropy_threshold=draw(st.sampled_from([1.4, 1.8, float("inf"), 1.0, 0.7, 0.3, 0.0, None])),
         distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
         fill_rule=draw(st.sampled_from(["auto", "each", "sum", "run"])),
-        text_drafts=draw(st.sampled_from([True, True, False])),
+        text_drafts=loop != "verified" or draw(st.sampled_from([True, True, False])),
         reorder=draw(st.sampled_from([True, True, False])),
         confidence_threshold=draw(st.sampled_from([0.0, 0.3, 0.5, 0.7, 0.9, 1.0])),
         max_new_tokens=draw(st.integers(1, case.most_new)),
