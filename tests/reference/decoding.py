@@ -184,7 +184,7 @@ def verified(row: Row) -> None:
             window[i] = row.pick(logits[i], base + i)
     masks_failed = False
     while True:
-        by_masks, lead = window + [None] * W, _leading_run(window)
+        by_masks, lead = window + [None] * 2 * W, _leading_run(window)
         text, matched = continuation(row.prompt + row.emitted, W - 1, longest=8)
         from_text = row.config.text_drafts and matched > (lead - 1) * (0.5 if masks_failed else 2)
         if from_text:
