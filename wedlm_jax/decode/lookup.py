@@ -40,11 +40,18 @@ def lookup_step(transformer: Transformer, state: DecodeState, settings: RowSetti
 
 def draft(state: DecodeState, pending: jax.Array, settings: RowSettings) -> DecodeState:
     """A new window: the pending token [B], the last one of the history, and behind it what is found for it."""
-    drafts, count, _ = find_drafts(
-        *history_of(state), settings.window_size - 1, slots=state.window.shape[1] - 1, longest=LONGEST_NGRAM
-    )
-    window = jnp.concatenate([pending[:, None], drafts], axis=1)
-    return dataclasses.replace(state, window=window, filled=state.slots <= count[:, None])
+    window, filled, _ = text_window(state, pending, settings.window_size, longest=LONGEST_NGRAM)
+    return dataclasses.replace(state, window=window, filled=filled)
+
+
+def text_window(
+    state: DecodeState, pending: jax.Array, window_size: jax.Array, *, longest: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The pending token [B] and behind it what is found for it, at most W - 1 tokens [B]: window [B, C], filled [B, C], and how
+    many tokens match [B], of at most `longest`."""
+    slots = state.window.shape[1] - 1
+    drafts, count, matched = find_drafts(*_history(state), window_size - 1, slots=slots, longest=longest)
+    return jnp.concatenate([pending[:, None], drafts], axis=1), state.slots <= count[:, None], matched
 
 
 def find_drafts(
@@ -80,7 +87,7 @@ def find_drafts(
     return drafts, jnp.where(found > 0, ends_at, 0), found
 
 
-def history_of(state: DecodeState) -> tuple[jax.Array, jax.Array]:
+def _history(state: DecodeState) -> tuple[jax.Array, jax.Array]:
     """Prompt and output by position, int32 [B, P + O], and how long it is; the pending token is its last."""
     length = state.length + 1
     prompt_length = (length - state.generated)[:, None]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.lookup import find_drafts, history_of
+from wedlm_jax.decode.lookup import text_window
 from wedlm_jax.decode.state import DecodeState
 
 LONGEST_MATCH = 8
@@ -32,15 +32,12 @@ def with_text(state: DecodeState, settings: RowSettings, window_size: jax.Array)
       the state, and bool [B]: whether a row's drafts are text.
     """
     drafts = state.leading_run() - 1
-    text, count, matched = find_drafts(
-        *history_of(state), window_size - 1, slots=state.window.shape[1] - 1, longest=LONGEST_MATCH
-    )
+    window, filled, matched = text_window(state, state.window[:, 0], window_size, longest=LONGEST_MATCH)
     trusted = jnp.where(state.masks_failed, WEIGHT * matched > drafts, matched > WEIGHT * drafts)
     from_text = trusted & settings.text_drafts
-    window = jnp.concatenate([state.window[:, :1], text], axis=1)
     state = dataclasses.replace(
         state,
         window=jnp.where(from_text[:, None], window, state.window),
-        filled=jnp.where(from_text[:, None], state.slots <= count[:, None], state.filled),
+        filled=jnp.where(from_text[:, None], filled, state.filled),
     )
     return state, from_text
