@@ -20,7 +20,7 @@ from benchmarks.side_by_side import machine, print_table, side_by_side
 from wedlm_jax.errors import entry
 from wedlm_jax.ops.attention import dense
 from wedlm_jax.ops.categorical import likeliest
-from wedlm_jax.ops.output_layer import output_logits
+from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 
 TIMES = 20  # in a loop, so that a call's own time does not count
 ROUNDS = 7
@@ -34,6 +34,7 @@ def main() -> None:
     keys, window = _random((1, 256, 12, 64), (1, 12, 16, 64))
     logits, rows, head = _random((16, 8192), (16, 512), (8192, 512))
     kernel, attended, token, stack = _random((12, 64, 768), (16, 12, 64), (1, 1024), (8, 1024, 1024))
+    (slots,) = _random((16, 1024))
     pairs: dict[str, tuple[tuple[Any, Any], tuple[jax.Array, Any]]] = {
         "sum of products over the last of four axes: `sum`, `vecdot`": (
             (lambda a, b: jnp.sum(a * b, axis=-1), lambda a, b: jnp.vecdot(a, b)), (heads, out),
@@ -64,10 +65,17 @@ def main() -> None:
             (keys, window),
         ),
         "logits: rows by matrix, matrix by rows": (
-            (lambda a, b: jnp.einsum("RD,VD->RV", a, b), output_logits), (rows, head),
+            (lambda a, b: jnp.einsum("RD,VD->RV", a, b), rows_by_matrix), (rows, head),
         ),
         "products with a kernel [N, H, D]: `einsum`, `tensordot`": (
             (lambda a, b: jnp.einsum("TNH,NHD->TD", b, a), lambda a, b: jnp.tensordot(b, a, axes=2)), (kernel, attended),
+        ),
+        "16 rows by eight matrices: inputs by outputs, turned": (
+            (
+                lambda a, b: functools.reduce(jnp.matmul, b[0], a),
+                lambda a, b: functools.reduce(rows_by_matrix, b[1], a),
+            ),
+            (slots, (tuple(stack), tuple(matrix.T for matrix in stack))),
         ),
         "eight matrices: a scan over their stack, each by itself": (
             (

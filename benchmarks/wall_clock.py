@@ -225,7 +225,7 @@ def replay(batch: Batch, steps: Steps) -> DecodeState:
     counts = np.array([steps.lead, steps.emitted, steps.fed])
     # So that few lengths are compiled.
     padded = np.pad(counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1])))
-    start = (batch.program, batch.model.weights, batch.state, batch.settings)
+    start = (batch.program, batch.weights, batch.state, batch.settings)
     return _replay(*start, jnp.asarray(padded), counts.shape[1])
 
 

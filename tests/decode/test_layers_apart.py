@@ -20,12 +20,17 @@ from .models import LOOPS, ROWS, config_of, start_sizes, tiny_model
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 
 
-@pytest.fixture
-def apart(monkeypatch) -> Model:
+@pytest.fixture(params=["views", "turned"])
+def apart(request, monkeypatch) -> Model:
     monkeypatch.setattr(rooms, "LARGE", 0)
+    if request.param == "turned":
+        monkeypatch.setattr(rooms, "PROCESSOR_CACHE", 0)
     model = dataclasses.replace(tiny_model())  # with weights of its own
-    with model.weights.transformer() as transformer:
+    with model.weights_for(8).transformer() as transformer:
         assert isinstance(transformer.layers, nnx.List)
+        assert transformer.layers[0].mlp.up_proj.turned == (request.param == "turned")
+    with model.weights.transformer() as transformer:
+        assert not transformer.layers[0].mlp.up_proj.turned
     return model
 
 
@@ -50,11 +55,11 @@ def test_the_engine_says_the_same_and_reuses_prefixes(apart):
 
 def test_a_step_writes_every_layer_s_cache_in_place(apart):
     config = dataclasses.replace(config_of("verified"), window_size=8, mask_token_id=0)
-    settings = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.slot_cost)
+    settings, weights = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.slot_cost), apart.weights_for(8)
     prompt, lengths = np.ones((ROWS, 8), np.int32), np.full(ROWS, 8, np.int32)
-    state = decode_loop.start(apart.weights, prompt, lengths, settings, **start_sizes(config))
+    state = decode_loop.start(weights, prompt, lengths, settings, **start_sizes(config))
     program = decode_loop.Program.of(config)
-    text = decode_loop.run.lower(program, apart.weights, state, settings).compile().as_text()
+    text = decode_loop.run.lower(program, weights, state, settings).compile().as_text()
     shape = re.escape(f"f32[{','.join(map(str, state.cache[0].k.shape))}]")
     assert len(re.findall(shape, text)) > 10
     assert re.findall(rf"{shape}\S* copy\(.*", text) == []

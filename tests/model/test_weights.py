@@ -10,6 +10,7 @@ from flax import nnx
 
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
 from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.weights import Weights, with_layers_apart
@@ -49,11 +50,14 @@ def test_layers_apart_compute_what_their_stack_computes(config):
     }
     transformer = transformer_from(config, {name: jnp.asarray(x, jnp.float32) for name, x in given.items()})
     tokens, masked = noise.integers(0, config.vocab_size, (3, 4)), jnp.arange(4) >= jnp.array([[2], [4], [0]])
-    stacked, apart = Weights.of(transformer), Weights.of(with_layers_apart(transformer))
+    stacked, apart, turned = (
+        Weights.of(x)
+        for x in (transformer, with_layers_apart(transformer), with_layers_apart(transformer, turned=True))
+    )
     expected, expected_cache = window(stacked, tokens, masked)
     atol = 0.05 if config.dtype == "bfloat16" else 1e-5
     read = jnp.array([[3, 1], [0, 2], [1, 1]])
-    for weights, of_these in ((apart, None), (apart, read), (stacked, read)):
+    for weights, of_these in ((apart, None), (apart, read), (turned, None), (turned, read), (stacked, read)):
         hidden, cache = window(weights, tokens, masked, of_these)
         wanted = of_read(CachedWindow(LENGTH, of_these), expected)
         np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(wanted, np.float32), atol=atol)
@@ -87,6 +91,26 @@ def test_large_models_alone_hold_their_layers_apart(monkeypatch):
     assert not apart()
     monkeypatch.setattr(rooms, "LARGE", size)
     assert apart()
+
+
+def test_kernels_are_turned_for_several_rows_where_no_cache_holds_them_and_a_copy_fits(monkeypatch):
+    transformer = transformer_from(TINY, params(TINY))
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(transformer.layers)))
+    monkeypatch.setattr(rooms, "LARGE", 0)
+
+    def turned(rows: int, cache: int, copy: int) -> bool:
+        monkeypatch.setattr(rooms, "PROCESSOR_CACHE", cache)
+        monkeypatch.setattr(rooms, "LARGEST_COPY", copy)
+        with Weights.of(transformer, rows).transformer() as given:
+            found = {module.turned for _, module in nnx.iter_modules(given.layers) if isinstance(module, Linear)}
+        [every] = found
+        return every
+
+    few = rooms.ROWS_TO_TURN_FOR
+    assert turned(few, size - 1, size)
+    assert not turned(few - 1, size - 1, size)
+    assert not turned(few, size, size)
+    assert not turned(few, size - 1, size - 1)
 
 
 def test_over_a_mesh_the_stack_stays_and_its_devices_share_the_work(monkeypatch):

@@ -136,12 +136,14 @@ class Batch:
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):
             prompts[row, : len(request.prompt)] = request.prompt
+        slots = config.slots(model.slot_cost)
+        self.weights = model.weights_for(computed * slots)
         self.state = start(
-            model.weights,
+            self.weights,
             prompts,
             np.array([len(r.prompt) for r in requests], np.int32),
             self.settings,
-            slots=config.slots(model.slot_cost),
+            slots=slots,
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
             drafter=config.drafter,
@@ -151,7 +153,7 @@ class Batch:
         """Steps until every row has finished. Where stop strings may end one, the host reads the texts now and then."""
         if self._has_stop_strings:
             return self._run_to_stop_strings()
-        return run(self.program, self.model.weights, self.state, self.settings)
+        return run(self.program, self.weights, self.state, self.settings)
 
     def _run_to_stop_strings(self) -> DecodeState:
         """A few steps at a time. A row whose text is found to hold a stop string is set back to the step that completed it."""
@@ -160,7 +162,7 @@ class Batch:
         while running.any():
             before = np.array(state.generated)
             state, progress = run_steps(
-                self.program, self.model.weights, state, self.settings, halted, steps=STEPS_BETWEEN_TEXTS
+                self.program, self.weights, state, self.settings, halted, steps=STEPS_BETWEEN_TEXTS
             )
             progress = jax.device_get(progress)
             changed = {name: np.array(getattr(state, name)) for name in (*COUNTERS, "finish")}
@@ -177,7 +179,7 @@ class Batch:
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
-        steps = run_stepwise(self.program, self.model.weights, self.state, self.settings)
+        steps = run_stepwise(self.program, self.weights, self.state, self.settings)
         try:
             checked = np.zeros(len(self.requests), np.int32)
             state, record = next(steps)

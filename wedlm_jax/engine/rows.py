@@ -48,10 +48,11 @@ class RowGroup:
     """Rows of one `DecodeConfig.program`. Each runs its own request with its own settings."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
-        self._weights, self._slot_cost, self._context = model.weights, model.slot_cost, context
+        self._slot_cost, self._context = model.slot_cost, context
         self._program = Program.of(config)
         self._holds_back, self._drafter = config.holds_back, config.drafter
         window_slots = config.slots(model.slot_cost)
+        self._weights = model.weights_for(rows * window_slots)
         self._masks = riding_masks(config.drafter, window_slots)
         self.slots = cache_slots(context, window_slots)
         sizes = dict(rows=rows, context=context, slots=window_slots, cache_slots=self.slots)

@@ -96,7 +96,7 @@ def forward_program(
     Args:
       masks: how many slots at the end of a row are masks. An adapter of mask rows runs on these alone; with 0 it does not run.
     """
-    weights, forwards = Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
+    weights, forwards = Weights.of(transformer_from(config, params), rows * slots), forwards_of_a_call(params)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(

@@ -19,7 +19,7 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
 from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
-from wedlm_jax.model.weights import Weights, mesh_of
+from wedlm_jax.model.weights import ROWS_TO_TURN_FOR, Weights, mesh_of
 
 CALIBRATION_FILE = "decoding.json"  # beside the weights, or beside the adapter
 
@@ -46,6 +46,15 @@ class Model:
     def weights(self) -> Weights:
         """The transformer as the decoding programs take it."""
         return Weights.of(self.transformer)
+
+    def weights_for(self, rows: int) -> Weights:
+        """The same for forwards over so many rows of tokens or more: on a CPU larger models hold a second copy of their layers
+        for them, turned, which is made here the first time."""
+        return self.weights if rows < ROWS_TO_TURN_FOR else self._turned_weights
+
+    @functools.cached_property
+    def _turned_weights(self) -> Weights:
+        return Weights.of(self.transformer, ROWS_TO_TURN_FOR)
 
     @functools.cached_property
     def slot_cost(self) -> float:

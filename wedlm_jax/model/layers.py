@@ -15,6 +15,7 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Pattern, of_read
 from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.ops.rms_norm import rms_norm
+from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.ops.tiles import by_tiles
 from wedlm_jax.sharding import constrain
@@ -47,7 +48,7 @@ class Linear(nnx.Module):
         target: Target | None = None,
         rngs: nnx.Rngs,
     ):
-        self.equation, self.dtype = equation, config.dtype
+        self.equation, self.dtype, self.turned = equation, config.dtype, False
         init = nnx.initializers.normal(stddev)
         self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=axes)
         self.bias = nnx.Param(jnp.zeros(shape[1:], config.param_dtype), axes=axes[1:]) if bias else None
@@ -65,8 +66,20 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         return project([self], x, adapted)[0]
 
+    def turn(self) -> None:
+        """From now on the kernel lies one output after the other, [outputs, inputs], as `rows_by_matrix` takes it. For layers
+        that decode: nothing that trains, saves or exports parameters knows it."""
+        kernel, inputs = self.kernel[...], len(_inputs_and_outputs(self.equation)[0])
+        self.turned, self.outputs = True, kernel.shape[inputs:]
+        self.kernel = nnx.Param(kernel.reshape(math.prod(kernel.shape[:inputs]), -1).T)
+
     def of_base(self, tokens: jax.Array) -> jax.Array:
-        y = _product(self.equation, tokens, self.kernel[...].astype(self.dtype))
+        kernel = self.kernel[...].astype(self.dtype)
+        if self.turned:
+            y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).astype(self.dtype)
+            y = y.reshape(len(tokens), *self.outputs)
+        else:
+            y = _product(self.equation, tokens, kernel)
         # Added in float32, so that its gradient, a sum over all tokens, is summed in float32 too.
         return y if self.bias is None else (y.astype(jnp.float32) + self.bias[...]).astype(self.dtype)
 

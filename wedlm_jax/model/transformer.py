@@ -17,7 +17,7 @@ from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern, of_read, rea
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
 from wedlm_jax.ops.cross_entropy import Cut, cross_entropy
-from wedlm_jax.ops.output_layer import output_logits
+from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 from wedlm_jax.sharding import axes_over, mesh_in_force
 
 REMAT_POLICIES = {
@@ -201,7 +201,7 @@ class Transformer(nnx.Module):
         """Logits [..., V] in float32 of hidden states [..., D]; a call of its own, so that nobody pays for unread rows."""
         chex.assert_axis_dimension(hidden, -1, self.config.hidden_size)
         with jax.default_matmul_precision(self.config.matmul_precision):
-            return output_logits(hidden, self.head.astype(self.config.dtype))
+            return rows_by_matrix(hidden, self.head.astype(self.config.dtype))
 
     def token_losses(self, hidden: jax.Array, targets: jax.Array, carries_loss: jax.Array | None = None) -> jax.Array:
         """Cross-entropy [B, L] in nats of hidden states [B, L, D] against `targets` [B, L].

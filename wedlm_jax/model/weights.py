@@ -12,11 +12,18 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from wedlm_jax.model.layers import Linear
+from wedlm_jax.model.slot_cost import PROCESSOR_CACHE
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.sharding import on_mesh
 
 # Parameters of the layers from which on a CPU they are held apart. Fewer are copied in no time, and compile sooner in a scan.
 LARGE = 2**20
+
+# Turned kernels are faster for forwards over so many rows or more, of layers that no cache of the processor holds
+# (benchmarks/RESULTS.md, "Kernels turned for decoding"). They are a second copy; of layers larger than this none is made.
+ROWS_TO_TURN_FOR = 4
+LARGEST_COPY = 2**32  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +54,11 @@ class Weights:
         self._arrays, self._structure = arrays, structure
 
     @classmethod
-    def of(cls, transformer: Transformer) -> Weights:
-        """On a CPU that computes alone, with large layers apart."""
+    def of(cls, transformer: Transformer, rows: int = 1) -> Weights:
+        """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned."""
         mesh = mesh_of(nnx.state(transformer))
         if mesh is None and _gains_from_layers_apart(transformer):
-            transformer = with_layers_apart(transformer)
+            transformer = with_layers_apart(transformer, turned=gains_from_turned_kernels(transformer, rows))
         graph, state = nnx.split(transformer)
         arrays, tree = jax.tree.flatten(state)
         structure = Structure(graph, tree, mesh)
@@ -88,13 +95,21 @@ def _gains_from_layers_apart(transformer: Transformer) -> bool:
     return on_cpu and not isinstance(transformer.layers, nnx.List) and sum(x.size for x in arrays) >= LARGE
 
 
-def with_layers_apart(transformer: Transformer) -> Transformer:
+def gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
+    """Whether the kernels of layers held apart on a CPU are turned for forwards over so many rows."""
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(transformer.layers)))
+    return rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < size <= LARGEST_COPY
+
+
+def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transformer:
     """The same transformer, with arrays of its own for each layer.
 
     A scan takes every layer's parameters out of the stack before it computes with them: on a CPU that is a copy of the whole
     model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.layouts`).
 
-    The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them.
+    The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them. Turned kernels
+    (`Linear.turn`) are copies. XLA on CPU packs the second factor of a product anew in every call, which for the few rows of a
+    decoding step takes up to as long as the product: as the first factor, outputs first, a kernel is read where it lies.
     """
     graph, stacked = transformer.split_stack()
     on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
@@ -103,6 +118,11 @@ def with_layers_apart(transformer: Transformer) -> Transformer:
         nnx.merge(graph, jax.tree.map(lambda x, layer=layer: jax.device_put(x[layer], device, may_alias=True), on_host))
         for layer in range(transformer.config.num_layers)
     ]
+    if turned:
+        for layer in apart:
+            for _, module in nnx.iter_modules(layer):
+                if isinstance(module, Linear):
+                    module.turn()
     transformer = nnx.merge(*nnx.split(transformer))
     transformer.layers = nnx.List(apart)
     return transformer
