@@ -4,6 +4,7 @@
     python -m benchmarks.decode_forward --shape tiny --context 60   # anywhere
     taskset -c 0 python -m benchmarks.decode_forward --adapter-rank 12 --shape quickstart --dtype float32 \
         --windows 8 16 24 32 --context 60 --slots 128 --rounds 300  # what an adapter of mask rows adds
+    python -m benchmarks.decode_forward --turned --shape 110m --dtype float32 --windows 1 4 8 16 24 32 --context 160 --slots 256
 
 A forward reads every parameter once (of the embedding the rows of its tokens alone) and the used part of the cache: at batch
 size 1 that, and not the arithmetic, is its floor. The bandwidth is measured in the same run, as that of copying a large array;
@@ -11,7 +12,8 @@ where it is known the data sheet's stands beside it. Forwards run in a loop on t
 
 With --adapter-rank it measures instead what an adapter on all projections adds to a forward half of whose slots are masks: both
 programs take turns, and the ratio is that of each round, by the wall and by processor time. The latter is the one to read on a
-CPU that does something else too, with the process on one core (taskset).
+CPU that does something else too, with the process on one core (taskset). With --turned it measures likewise what a CPU gains from
+kernels that lie one output after the other (`model.layers.Linear.turn`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +61,8 @@ class Flags:
     rounds: int = 5
     adapter_rank: int | None = None
     """Compare with and without an adapter of mask rows."""
+    turned: bool = False
+    """Compare kernels as they were trained with those that a CPU turns for decoding."""
 
 
 @entry
@@ -65,6 +70,9 @@ def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     if flags.adapter_rank is not None:
         beside_an_adapter(flags, flags.adapter_rank)
+        return
+    if flags.turned:
+        beside_turned_kernels(flags)
         return
     model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
     params = jax.jit(lambda: init_params(model, 0))()
@@ -105,25 +113,51 @@ def beside_an_adapter(flags: Flags, rank: int) -> None:
     params = jax.jit(lambda: init_params(adapted, 0))()
     base, own = split_adapter(params)
     shape = dict(rows=flags.rows, context=flags.context, allocated=flags.slots)
-    share = sum(x.size for x in own.values()) / sum(x.size for x in base.values())
-    rows = []
-    for window in flags.windows:
-        programs = {
+
+    def programs(window: int) -> dict[str, Program]:
+        return {
             "plain": forward_program(plain, base, slots=window, **shape),
             "adapter": forward_program(adapted, params, slots=window, masks=-(-window // 2), **shape),
         }
-        wall, processor = in_turns(programs, flags.rounds), in_turns(programs, flags.rounds, time.process_time)
+
+    share = sum(x.size for x in own.values()) / sum(x.size for x in base.values())
+    compare(flags, f"rank {rank}: {share:.1%} of the base's parameters, half of the window masks", programs)
+
+
+def beside_turned_kernels(flags: Flags) -> None:
+    """What turned kernels take of the time of those that were trained."""
+    model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
+    params = jax.jit(lambda: init_params(model, 0))()
+    shape = dict(rows=flags.rows, context=flags.context, allocated=flags.slots)
+
+    def programs(window: int) -> dict[str, Program]:
+        names = {"as trained": False, "turned": True}
+        return {
+            name: forward_program(model, params, slots=window, turns=turns, **shape) for name, turns in names.items()
+        }
+
+    compare(flags, f"{sum(x.size for x in params.values()) / 1e6:,.1f}M parameters", programs)
+
+
+def compare(flags: Flags, title: str, programs: Callable[[int], dict[str, Program]]) -> None:
+    """A line for each window: the second of its two programs against the first."""
+    rows: list[tuple[str, ...]] = []
+    names: list[str] = []
+    for window in flags.windows:
+        pair = programs(window)
+        names = first, second = list(pair)
+        wall, processor = in_turns(pair, flags.rounds), in_turns(pair, flags.rounds, time.process_time)
         rows.append(
             (
                 str(window),
-                *(f"{1e3 * statistics.median(wall[name]):.3f}" for name in programs),
-                *(f"{median_ratio(clock['adapter'], clock['plain']):.3f}" for clock in (wall, processor)),
+                *(f"{1e3 * statistics.median(wall[name]):.3f}" for name in names),
+                *(f"{median_ratio(clock[second], clock[first]):.3f}" for clock in (wall, processor)),
             )
         )
     print_table(
-        f"{machine()}; {flags.shape}, {flags.dtype}, rank {rank}: {share:.1%} of the base's parameters; {flags.rows} rows, "
-        f"{flags.context} of {flags.slots} slots used, half of the window masks; medians of {flags.rounds}",
-        ("slots", "ms a forward", "with the adapter", "ratio by the wall", "by processor time"),
+        f"{machine()}; {flags.shape}, {flags.dtype}, {title}; {flags.rows} rows, {flags.context} of {flags.slots} slots used; "
+        f"medians of {flags.rounds}",
+        ("slots", *(f"{name}, ms" for name in names), "ratio by the wall", "by processor time"),
         rows,
     )
 

@@ -66,8 +66,9 @@ def row_costs(
     widths = sorted({1, *slots})
     programs: dict[tuple[str, int], Program] = {}
     for width in widths:
-        shape = dict(rows=rows, slots=width, context=context, allocated=allocated)
-        programs["forward", width] = forward_program(config, params, **shape)
+        programs["forward", width] = forward_program(
+            config, params, rows=rows, slots=width, context=context, allocated=allocated
+        )
         programs["products", width] = product_program(config, params, rows, width)
         programs["all products", width] = product_program(config, params, rows, width, context + width)
     seconds = in_turns(programs, rounds)
@@ -89,14 +90,17 @@ def product_seconds(config: ModelConfig, params: Params, rows: int, rounds: int)
 
 
 def forward_program(
-    config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int, masks: int = 0
-) -> Program:
+    config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int, masks: int = 0,
+    turns: bool = True,
+) -> Program:  # fmt: skip
     """Again and again a window behind a cache and the logits of all its slots, each fed what the one before says.
 
     Args:
       masks: how many slots at the end of a row are masks. An adapter of mask rows runs on these alone; with 0 it does not run.
+      turns: with kernels turned where decoding turns them; False: as they were trained.
     """
-    weights, forwards = Weights.of(transformer_from(config, params), rows * slots), forwards_of_a_call(params)
+    weights = Weights.of(transformer_from(config, params), rows * slots if turns else 1)
+    forwards = forwards_of_a_call(params)
 
     @functools.partial(jax.jit, donate_argnames="cache")
     def run(
