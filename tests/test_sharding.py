@@ -48,7 +48,9 @@ def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches, mlp_ti
     expected_at_birth, expected, expected_metrics = two_updates(None, 1)
     at_birth, state, metrics = two_updates(mesh_config, micro_batches, mlp_tile)
     for name, value in expected_at_birth.params.items():
-        np.testing.assert_array_equal(at_birth.params[name], value, err_msg=f"{name} at birth")
+        # The same draw. Shards of other shapes are compiled into other vector code, which on some processors rounds the last bit
+        # otherwise (on an Intel Xeon in two of these meshes).
+        np.testing.assert_array_max_ulp(at_birth.params[name], value, maxulp=2)
     for numbers, wanted in zip(metrics, expected_metrics, strict=True):
         for name in wanted:
             np.testing.assert_allclose(numbers[name], wanted[name], rtol=2e-5, err_msg=name)

@@ -58,7 +58,7 @@ class Weights:
         """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned."""
         mesh = mesh_of(nnx.state(transformer))
         if mesh is None and _gains_from_layers_apart(transformer):
-            transformer = with_layers_apart(transformer, turned=gains_from_turned_kernels(transformer, rows))
+            transformer = with_layers_apart(transformer, turned=_gains_from_turned_kernels(transformer, rows))
         graph, state = nnx.split(transformer)
         arrays, tree = jax.tree.flatten(state)
         structure = Structure(graph, tree, mesh)
@@ -95,7 +95,7 @@ def _gains_from_layers_apart(transformer: Transformer) -> bool:
     return on_cpu and not isinstance(transformer.layers, nnx.List) and sum(x.size for x in arrays) >= LARGE
 
 
-def gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
+def _gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
     """Whether the kernels of layers held apart on a CPU are turned for forwards over so many rows."""
     size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(transformer.layers)))
     return rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < size <= LARGEST_COPY
