@@ -5,7 +5,7 @@ asks of logits are written as they are.
 
 Shapes are those of `benchmarks.train_step`: 2,048 tokens, D = 512, 8 heads of 64, tiles of 256 keys and 512 queries; below them
 those of a decoding step: 16 slots, 8,192 tokens of the vocabulary, 12 heads of 64 over 256 slots of the cache, a kernel back from
-these heads to D = 768, and eight matrices of 4 MiB, one after the other, on one token.
+these heads to D = 768, and eight matrices of 4 MiB, one after the other, on 16 rows and on one token.
 """
 
 from __future__ import annotations

@@ -7,11 +7,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import admission, correctness, decode_forward, idle_rows, prompt_file, quickstart_seeds, wall_clock
+from benchmarks import (
+    admission,
+    correctness,
+    decode_forward,
+    idle_rows,
+    prompt_file,
+    quickstart_seeds,
+    shapes,
+    wall_clock,
+)
 from benchmarks.quickstart_seeds import line_of, mean
 from benchmarks.side_by_side import side_by_side
 from tests.conftest import FULL
 from tests.evals.models import tiny_model
+from wedlm_jax.model import weights
+from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import attend, flash_gpu
 from wedlm_jax.pretrained import save
@@ -59,6 +70,23 @@ def test_seeds_that_were_decoded_with_another_limit_are_decoded_again(tmp_path, 
     assert decoded == [("0", 5), ("0", 7), ("1", 7), ("2", 7)]
     run("--seeds", "0", "1", "2", "--limit", "7")
     assert len(decoded) == 4
+
+
+@pytest.mark.skipif(not FULL, reason="compiles each window twice; launch/test.sh --full")
+def test_decode_forward_sets_turned_kernels_against_those_that_were_trained(monkeypatch, capsys):
+    turned = []
+    monkeypatch.setattr(weights, "LARGE", 0)
+    monkeypatch.setattr(weights, "PROCESSOR_CACHE", 0)
+    turn = Linear.turn
+    monkeypatch.setattr(Linear, "turn", lambda linear: (turned.append(linear), turn(linear)))
+    flags = "--turned --shape tiny --dtype float32 --windows 1 4 --context 8 --slots 16 --rounds 1"
+    monkeypatch.setattr(sys, "argv", ["decode_forward", *flags.split()])
+    decode_forward.main()
+    layers = shapes.shape("tiny").num_layers
+    assert len(turned) == 7 * layers  # once: for the window of 4, in one of its two programs
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == ["1", "4"]
+    assert all(float(cell) > 0 for row in rows for cell in row)
 
 
 @pytest.mark.skipif(not FULL, reason="compiles each window twice; launch/test.sh --full")

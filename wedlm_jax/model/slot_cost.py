@@ -9,9 +9,9 @@ from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.attention import target_platform
 
 # Of the cost of a forward over one slot. On a CPU as `python -m benchmarks.wall_clock --parts curve` measures it: 0.05 at 34M
-# parameters, 0.04 at 110M, 0.25 at 2M, whose weights are read from the processor's caches; on another processor 0.09, 0.05 and
-# 0.12, by which one prompt gets the same windows. On an accelerator, where reading the weights dominates, by its rates of memory
-# and arithmetic, not measured.
+# parameters, 0.04 at 110M, 0.25 at 2M, whose weights are read from the processor's caches; on another processor forwards over
+# 16 slots give 0.09, 0.05 and 0.12, by which one prompt gets the same windows. On an accelerator, where reading the weights
+# dominates, by its rates of memory and arithmetic, not measured.
 ON_CPU, ON_CPU_FROM_CACHE, ON_ACCELERATOR = 0.05, 0.25, 0.002
 PROCESSOR_CACHE = 2**25  # bytes of weights that a processor's caches hold
 
