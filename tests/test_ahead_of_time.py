@@ -19,6 +19,9 @@ from wedlm_jax.program_costs import GATHERING, collectives
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train import main
 
+NEEDS_LIBTPU = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
+)
 REPORT = StepReport(
     topology="v5e:2x4", chips=8, mesh="data=1 x fsdp=8 x tensor=1", tokens=8 * 4096, arguments=10 * 10**9,
     outputs=10 * 10**9, aliased=9 * 10**9, temporaries=2 * 10**9, code=10**6, flops=197e12 / 2,
@@ -136,7 +139,7 @@ def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16
     assert (model.dtype, model.param_dtype, model.remat) == ("bfloat16", "float32", "full")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)")
+@NEEDS_LIBTPU
 def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
     experiment = override(EXPERIMENT, "train.batch_size=8", "mesh.data=1", "mesh.fsdp=8", "model.num_layers=1")
     report = compile_only(experiment, "v5e:2x4")
@@ -145,7 +148,7 @@ def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
     assert "libtpu knows no such slice" in message_of(experiment, "v5e:3x5")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)")
+@NEEDS_LIBTPU
 def test_on_the_mesh_of_qwen3_8b_cpt_nothing_is_gathered_but_one_layer_at_a_time_and_the_two_ends():
     """A small variant on v5p:4x4x4: never all layers of a parameter together, tiles of the output layer, no logits."""
     small = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")

@@ -23,7 +23,7 @@ from wedlm_jax.program_costs import kernel_runs, matmul_flops
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
 )
 
 LENGTH, ROWS = 1024, 8

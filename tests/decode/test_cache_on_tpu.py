@@ -21,7 +21,7 @@ from wedlm_jax.model.weights import Weights
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (680 MB, not required)"
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
 )
 
 MODEL = ModelConfig(

@@ -108,8 +108,9 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
     model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.layouts`).
 
     The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them. Turned kernels
-    (`Linear.turn`) are copies: of the few rows of a decoding step the product with a kernel that lies inputs first takes XLA on
-    CPU up to twice as long as with the same one outputs first (benchmarks/RESULTS.md, "Kernels turned for decoding").
+    (`Linear.turn`) are copies, read in the order in which they lie: of the few rows of a decoding step the product with a kernel
+    that lies inputs first, which XLA on CPU reads in strides, takes up to twice as long (benchmarks/RESULTS.md, "Kernels turned
+    for decoding").
     """
     graph, stacked = transformer.split_stack()
     on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
