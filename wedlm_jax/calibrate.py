@@ -20,12 +20,12 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import bucket, make_request
+from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.agreement import disagreements
 from wedlm_jax.flags import AdapterFlag, parse, require_positive
-from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
 
 THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats

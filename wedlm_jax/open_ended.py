@@ -23,6 +23,7 @@ from wedlm_jax import pretrained
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
+from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
@@ -31,7 +32,6 @@ from wedlm_jax.evals.show import device
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
-from wedlm_jax.generate.__main__ import read_prompts
 from wedlm_jax.model.handle import Model
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__

@@ -208,5 +208,9 @@ def test_shapes_that_the_kernel_cannot_do_are_told_with_the_reason():
     assert reason(TwoStreamMask(128, 48)) == "blocks of 48 do not divide a stream of 128"
     assert reason(CausalMask(256), heads=3, kv_heads=2) == "2 key heads do not divide 3 query heads"
     assert reason(CausalMask(256), dtype=jnp.float16) == "float16 is neither float32 nor bfloat16"
+    with jax.default_matmul_precision("high"):
+        assert reason(CausalMask(256)) == "its kernels multiply at matmul_precision default or highest, not high"
+    with jax.default_matmul_precision("highest"):
+        assert reason(CausalMask(256)) is None
     with pytest.raises(ValueError, match="splash attention: rows of 100"):
         splash_attention(*[jnp.zeros((1, 100, 1, 64))] * 3, None, CausalMask(100))

@@ -138,6 +138,8 @@ def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
         return f"{k_BTKH.shape[2]} key heads do not divide {q_BTNH.shape[2]} query heads"
     if q_BTNH.dtype not in (jnp.float32, jnp.bfloat16):
         return f"{q_BTNH.dtype} is neither float32 nor bfloat16"
+    if jax.config.jax_default_matmul_precision == "high":  # type: ignore[attr-defined]
+        return "its kernels multiply at matmul_precision default or highest, not high"
     return None
 
 

@@ -1,0 +1,72 @@
+"""A file of prompts: JSONL, one of text, messages or token ids a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.errors import UserError, reason
+
+KINDS = {
+    "prompt": "a string",
+    "messages": 'a list of {"role": ..., "content": ...}',
+    "prompt_ids": "a list of token ids",
+}
+
+
+def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
+    """The prompts of a JSONL file that a flag names, each with its name `file:line`.
+
+    Raises:
+      UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{flag} {path}: cannot be read ({reason(error)}); name a JSONL file") from error
+    lines = content.removesuffix(b"\n").split(b"\n") if content else []
+    if not lines:
+        raise UserError(f'{flag} {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
+    names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
+    return [(name, _parse_prompt(line, name)) for name, line in zip(names, lines, strict=True)]
+
+
+def _parse_prompt(line: bytes, name: str) -> Prompt:
+    if not line.strip():
+        raise UserError(f"{name}: the line is empty; remove it or write a prompt")
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}: not JSON ({error.msg} at column {error.colno}); write one object a line") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists in lists in lists
+        raise UserError(f"{name}: JSON that cannot be read ({error}); write one plain object a line") from error
+    if not isinstance(record, dict):
+        raise UserError(f'{name}: not a JSON object; write {{"prompt": ...}}')
+    for key in record:
+        if key not in KINDS:
+            raise UserError(f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}")
+    if len(record) != 1:
+        raise UserError(f"{name}: has {' and '.join(record) or 'no key'}; give exactly one of {', '.join(KINDS)}")
+    ((kind, value),) = record.items()
+    if not _IS_KIND[kind](value):
+        raise UserError(f"{name}: {kind} must be {KINDS[kind]}, not {json.dumps(value):.80}")
+    if not value:
+        raise UserError(f"{name}: {kind} is empty; give at least one token")
+    return value
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(i) is int for i in value)
+
+
+_IS_KIND = {"prompt": lambda value: isinstance(value, str), "messages": _is_messages, "prompt_ids": _is_ids}
