@@ -19,10 +19,11 @@ from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
-from wedlm_jax.model.layers import Layer
+from wedlm_jax.model.layers import Layer, Linear
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import Weights
+from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 
 Params = dict[str, jax.Array]
 
@@ -136,25 +137,30 @@ def forward_program(
 
 
 def product_program(config: ModelConfig, params: Params, rows: int, slots: int = 1, context: int = 0) -> Program:
-    """Again and again the products of `rows * slots` vectors with every matrix of the model, and sums that link one to the next.
+    """Again and again the products of `rows * slots` vectors with every matrix of the model, as decoding lays it out for so many,
+    and sums that link one to the next.
 
     Args:
       context: if any, also those of each row's queries with so many cached keys and values.
     """
-    D, K, H = config.hidden_size, config.num_kv_heads, config.head_dim
-    weights, forwards = Weights.of(transformer_from(config, params)), forwards_of_a_call(params)
+    weights, forwards = Weights.of(transformer_from(config, params), rows * slots), forwards_of_a_call(params)
+
+    def product(x_RI: jax.Array, linear: Linear) -> jax.Array:
+        kernel = linear.kernel[...].astype(config.dtype)
+        if linear.turned:
+            return rows_by_matrix(x_RI, kernel).astype(config.dtype)
+        return x_RI @ kernel.reshape(x_RI.shape[-1], -1)
 
     def layer(x_RD: jax.Array, of_layer: Layer, k_BKCH: jax.Array, v_BKCH: jax.Array) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj)
-        q, k, v, gate, up = (x.kernel[...].astype(config.dtype).reshape(D, -1) for x in linears)
-        o, down = (x.kernel[...].astype(config.dtype).reshape(-1, D) for x in (attention.o_proj, mlp.down_proj))
-        mixed = x_RD @ q
+        mixed, k, v = (product(x_RD, linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
         if context:  # which query is whose changes nothing of the time
-            scores = jnp.einsum("BKRH,BKCH->BKRC", mixed.reshape(rows, K, -1, H), k_BKCH)
+            scores = jnp.einsum(
+                "BKRH,BKCH->BKRC", mixed.reshape(rows, config.num_kv_heads, -1, config.head_dim), k_BKCH
+            )
             mixed = jnp.einsum("BKRC,BKCH->BKRH", scores, v_BKCH).reshape(mixed.shape)
-        x_RD = x_RD + mixed @ o + jnp.mean(x_RD @ k + x_RD @ v, axis=-1, keepdims=True)
-        return x_RD + (x_RD @ gate + x_RD @ up) @ down
+        x_RD = x_RD + product(mixed, attention.o_proj) + jnp.mean(k + v, axis=-1, keepdims=True)
+        return x_RD + product(product(x_RD, mlp.gate_proj) + product(x_RD, mlp.up_proj), mlp.down_proj)
 
     @jax.jit
     def run(weights: Weights, x_RD: jax.Array, cache: Cache) -> jax.Array:
@@ -177,7 +183,7 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
 
             return jax.lax.fori_loop(0, forwards, products, x_RD)
 
-    x_RD = jnp.full((rows * slots, D), 1e-3, config.dtype)
+    x_RD = jnp.full((rows * slots, config.hidden_size), 1e-3, config.dtype)
     with weights.transformer() as transformer:
         cache = transformer.empty_cache(rows, context)
     return Program(lambda: run(weights, x_RD, cache), forwards)

@@ -1,0 +1,37 @@
+"""The products that a forward is measured against are those of its own matrices, however these lie."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.model.tiny import TINY, params
+from wedlm_jax.evals.row_cost import product_program
+from wedlm_jax.model import layers, weights
+from wedlm_jax.model.parameters import transformer_from
+
+ROWS, SLOTS, CONTEXT = 2, 3, 5
+START = np.float32(1e-3)  # of what the products add to
+
+
+@pytest.fixture
+def kernels_turned(monkeypatch):
+    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(transformer_from(TINY, params(TINY)).layers)))
+    monkeypatch.setattr(weights, "LARGE", 0)
+    monkeypatch.setattr(weights, "PROCESSOR_CACHE", size - 1)
+    turned = []
+    monkeypatch.setattr(layers.Linear, "turn", lambda self, turn=layers.Linear.turn: turned.append(turn(self)))
+    return turned
+
+
+@pytest.mark.parametrize("context", [0, CONTEXT])
+def test_plain_products_are_of_kernels_as_the_forward_has_them(context, request):
+    as_trained = product_program(TINY, params(TINY), ROWS, SLOTS, context).call()
+    turned = request.getfixturevalue("kernels_turned")
+    again = product_program(TINY, params(TINY), ROWS, SLOTS, context).call()
+    assert len(turned) == 7 * TINY.num_layers
+    added, as_trained_added = (np.asarray(x) - START for x in (again, as_trained))
+    assert added.shape == (ROWS * SLOTS, TINY.hidden_size) and np.all(added)
+    np.testing.assert_allclose(added, as_trained_added, rtol=1e-3)
+    product_program(TINY, params(TINY), 1, 1, context).call()
+    assert len(turned) == 7 * TINY.num_layers  # one row is multiplied as trained
