@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from wedlm_jax import study as study_module
 from wedlm_jax.study import Measure, Stage, Study, run_study
+from wedlm_jax.study.child_process import ENDING, handling
 
 STUDY = Study("x", {"a": (Stage("b"),)}, (Measure("loss", "loss"),), seeds=(0,))
 QUIET = Console(quiet=True)
@@ -49,7 +49,7 @@ def test_a_study_that_is_told_to_end_lets_its_training_save_and_ends_as_it_does(
     """The signal comes to the study alone, there to any of its threads, and the study sends it on."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(study_module, "_training", lambda *stage: ("stand_in", str(ends_with)))
+    monkeypatch.setattr("wedlm_jax.study.run._training", lambda *stage: ("stand_in", str(ends_with)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def tell() -> None:
@@ -94,7 +94,7 @@ STUDY_ALONE = """
 from pathlib import Path
 from wedlm_jax import study
 
-study._training = lambda *stage: ("training",)
+study.run._training = lambda *stage: ("training",)
 arms = {"a": (study.Stage("b"),)}
 study.run_study(study.Study("x", arms, (study.Measure("loss", "loss"),), (0,)), Path("."))
 """
@@ -235,7 +235,7 @@ def test_what_a_study_was_started_to_ignore_it_ignores():
     """`nohup`: the signals of a terminal that closes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with study_module._handling(dict.fromkeys(study_module._ENDING, lambda number, frame: None)):
+        with handling(dict.fromkeys(ENDING, lambda number, frame: None)):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
     finally:

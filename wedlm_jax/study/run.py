@@ -1,0 +1,86 @@
+"""A study from its first training to its table and plot; what is there already is kept."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.study.child_process import run_command
+from wedlm_jax.study.design import Stage, Study
+from wedlm_jax.study.report import as_table, plot
+
+RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
+
+
+def run_study(
+    study: Study,
+    workdir: Path,
+    run: Callable[[list[str]], None] | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Trains and evaluates what is missing; prints a table; writes results.json and results.png.
+
+    Args:
+      study: what to compare.
+      workdir: runs lie in workdir/SEED/STAGES; arms whose first stages are the same share them.
+      run: runs one command, given as its arguments after `python -m`; a child process if not given.
+      console: where the table goes.
+
+    Returns:
+      {"name", "seeds", "arms": {arm: {measure: [a value for each seed]}}}, and {"curves": {arm: {curve: [a list for each seed]}}}
+      where the study has curves.
+    """
+    console = console or Console()
+    run = run or run_command
+    values: dict[str, dict[str, list[float]]] = {arm: {m.label: [] for m in study.measures} for arm in study.arms}
+    curves: dict[str, dict[str, list[list[float]]]] = {arm: {c.label: [] for c in study.curves} for arm in study.arms}
+    trained: set[Path] = set()
+    for seed in study.seeds:
+        for arm, stages in study.arms.items():
+            console.rule(f"{study.name}: {arm}, seed {seed}")
+            chain: list[str] = []
+            before: Path | None = None
+            for stage in stages:
+                chain.append(stage.slug)
+                folder = workdir / str(seed) / "__".join(chain)
+                if folder not in trained:
+                    run([*_training(stage, folder, before, seed)])
+                    trained.add(folder)
+                before = folder
+            source = folder / RESULTS
+            if not source.is_file():
+                run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder)])
+            results = _read(source)
+            for measure in study.measures:
+                values[arm][measure.label].append(measure.read(results, source))
+            for curve in study.curves:
+                curves[arm][curve.label].append(curve.read(results, source))
+    summary: dict[str, Any] = {"name": study.name, "seeds": list(study.seeds), "arms": values}
+    if study.curves:
+        summary["curves"] = curves
+    write_json(workdir / "results.json", summary)
+    save_figure(workdir / "results.png", plot(study, values, curves))
+    console.print(as_table(study, values))
+    console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
+    return summary
+
+
+def _read(source: Path) -> dict[str, Any]:
+    try:
+        return json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:  # cut off, or not UTF-8
+        raise UserError(f"{source}: is not JSON ({error}); remove it, and the study evaluates again") from error
+
+
+def _training(stage: Stage, folder: Path, before: Path | None, seed: int) -> Iterator[str]:
+    yield from ("wedlm_jax.train", "--exp", stage.experiment, "--workdir", str(folder))
+    yield from stage.overrides
+    yield f"train.seed={seed}"
+    if before is not None:
+        yield f"init_from={before}"
