@@ -22,7 +22,7 @@ LARGE = 2**20
 
 # Turned kernels are faster for forwards over so many rows or more, of layers that no cache of the processor holds
 # (benchmarks/RESULTS.md, "Kernels turned for decoding"). They are a second copy; of layers larger than this none is made.
-ROWS_TO_TURN_FOR = 4
+ROWS_TO_TURN_FOR = 3
 LARGEST_COPY = 2**32  # bytes
 
 
