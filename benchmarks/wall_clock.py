@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from rich.console import Console
+from rich.progress import track
 
 from benchmarks import shapes
 from benchmarks.random_model import random_model
@@ -135,17 +138,14 @@ def allocated(flags: Flags, models: dict[str, Model]) -> None:
 def speed(flags: Flags, models: dict[str, Model]) -> None:
     model = models[flags.model]
     rows = []
-    for name in TASKS:
+    cells = list(itertools.product(TASKS, flags.windows, models.items()))
+    for name, window, (label, of) in track(cells, "speed", console=Console(stderr=True)):
         prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, 0)]
-        for window in flags.windows:
-            config = DecodeConfig("verified", window_size=window, max_new_tokens=flags.max_new_tokens)
-            for label, of in models.items():
-                recorder = dataclasses.replace(model)
-                recorder.slot_cost = of.slot_cost  # what an automatic window goes by
-                recorded = [steps_of(recorder, prompt, config) for prompt in prompts]
-                rows.append(
-                    (label, name, str(window), *against_ar(of, recorded, config, flags, replays=of is not model))
-                )
+        config = DecodeConfig("verified", window_size=window, max_new_tokens=flags.max_new_tokens)
+        recorder = dataclasses.replace(model)
+        recorder.slot_cost = of.slot_cost  # what an automatic window goes by
+        recorded = [steps_of(recorder, prompt, config) for prompt in prompts]
+        rows.append((label, name, str(window), *against_ar(of, recorded, config, flags, replays=of is not model)))
     print_table(
         f"Verified decoding against AR, {flags.limit} problems a task, one at a time, prefill not in it",
         (

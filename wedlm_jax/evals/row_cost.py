@@ -19,11 +19,10 @@ from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
-from wedlm_jax.model.layers import Layer, Linear
+from wedlm_jax.model.layers import Layer
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import Weights
-from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 
 Params = dict[str, jax.Array]
 
@@ -146,22 +145,16 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
     """
     weights, forwards = Weights.of(transformer_from(config, params), rows * slots), forwards_of_a_call(params)
 
-    def product(x_RI: jax.Array, linear: Linear) -> jax.Array:
-        kernel = linear.kernel[...].astype(config.dtype)
-        if linear.turned:
-            return rows_by_matrix(x_RI, kernel).astype(config.dtype)
-        return x_RI @ kernel.reshape(x_RI.shape[-1], -1)
-
     def layer(x_RD: jax.Array, of_layer: Layer, k_BKCH: jax.Array, v_BKCH: jax.Array) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
-        mixed, k, v = (product(x_RD, linear) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+        mixed, k, v = (linear.product(x_RD) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
         if context:  # which query is whose changes nothing of the time
             scores = jnp.einsum(
                 "BKRH,BKCH->BKRC", mixed.reshape(rows, config.num_kv_heads, -1, config.head_dim), k_BKCH
             )
             mixed = jnp.einsum("BKRC,BKCH->BKRH", scores, v_BKCH).reshape(mixed.shape)
-        x_RD = x_RD + product(mixed, attention.o_proj) + jnp.mean(k + v, axis=-1, keepdims=True)
-        return x_RD + product(product(x_RD, mlp.gate_proj) + product(x_RD, mlp.up_proj), mlp.down_proj)
+        x_RD = x_RD + attention.o_proj.product(mixed) + jnp.mean(k + v, axis=(1, 2))[:, None]
+        return x_RD + mlp.down_proj.product(mlp.gate_proj.product(x_RD) + mlp.up_proj.product(x_RD))
 
     @jax.jit
     def run(weights: Weights, x_RD: jax.Array, cache: Cache) -> jax.Array:

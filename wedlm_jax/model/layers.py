@@ -73,13 +73,16 @@ class Linear(nnx.Module):
         self.turned, self.outputs = True, kernel.shape[inputs:]
         self.kernel = nnx.Param(kernel.reshape(math.prod(kernel.shape[:inputs]), -1).T)
 
-    def of_base(self, tokens: jax.Array) -> jax.Array:
+    def product(self, tokens: jax.Array) -> jax.Array:
+        """With the kernel alone, however it lies."""
         kernel = self.kernel[...].astype(self.dtype)
-        if self.turned:
-            y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).astype(self.dtype)
-            y = y.reshape(len(tokens), *self.outputs)
-        else:
-            y = _product(self.equation, tokens, kernel)
+        if not self.turned:
+            return _product(self.equation, tokens, kernel)
+        y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).astype(self.dtype)
+        return y.reshape(len(tokens), *self.outputs)
+
+    def of_base(self, tokens: jax.Array) -> jax.Array:
+        y = self.product(tokens)
         # Added in float32, so that its gradient, a sum over all tokens, is summed in float32 too.
         return y if self.bias is None else (y.astype(jnp.float32) + self.bias[...]).astype(self.dtype)
 
