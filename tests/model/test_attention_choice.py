@@ -19,14 +19,25 @@ from wedlm_jax.ops.attention.choice import choose
         ("auto", None, "tpu", "splash"),
         ("auto", "rows of 8", "tpu", "xla"),
         ("auto", None, "cpu", "xla"),
-        ("auto", None, "gpu", "xla"),
+        ("auto", None, "gpu", "tokamax"),
+        ("auto", None, "cuda", "tokamax"),
         ("xla", None, "tpu", "xla"),
         ("splash", None, "cpu", "splash"),
         ("tokamax", None, "gpu", "tokamax"),
     ],
 )
-def test_auto_is_splash_on_tpu_for_shapes_that_it_can_do_and_xla_elsewhere(asked, unsupported, platform, chosen):
+def test_auto_is_the_kernel_of_the_platform_for_shapes_that_it_can_do_and_xla_elsewhere(
+    asked, unsupported, platform, chosen
+):
     assert choose(asked, {"splash": unsupported, "tokamax": None}, platform) == chosen
+
+
+def test_auto_takes_no_gpu_kernels_that_cannot_do_it_or_fail_on_the_gpu_that_is_here():
+    kernels = {"splash": None, "tokamax": None}
+    assert choose("auto", kernels | {"tokamax": "rows of 8"}, "gpu", failure=pytest.fail) == "xla"  # tried for nothing
+    assert choose("auto", kernels, "gpu", failure=lambda: "wrong") == "xla"
+    assert choose("auto", kernels, "tpu", failure=pytest.fail) == "splash"
+    assert choose("tokamax", kernels, "gpu", failure=pytest.fail) == "tokamax"  # as asked
 
 
 def test_what_is_asked_for_is_never_replaced_in_silence():

@@ -17,7 +17,8 @@ from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.model.transformer import REMAT_POLICIES
-from wedlm_jax.ops.attention import OwnBlocks, flash_gpu
+from wedlm_jax.ops.attention import OwnBlocks, flash_gpu, trial
+from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.flash_gpu import TILE, flash_attention, sm90, triton, unsupported
 
 # Looked for and not imported: the module under test says how that is done.
@@ -105,6 +106,15 @@ def test_a_key_range_for_every_query_without_own_blocks(interpreted):
     assert_close(out, attention(q, k, v, visible)[0])
     for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
         assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_trial_on_a_gpu_passes_these_kernels(interpreted, monkeypatch, dtype):
+    monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: triton())
+    monkeypatch.setitem(PLATFORMS, "tokamax", ("cpu",))
+    trial.failure.cache_clear()
+    assert trial.failure(2, 1, H, jnp.dtype(dtype)) is None
+    trial.failure.cache_clear()
 
 
 def remat(attend):

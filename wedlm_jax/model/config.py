@@ -47,7 +47,7 @@ class ModelConfig:
     param_dtype: DType = "float32"
     # "highest": float32 is float32 on accelerators too
     matmul_precision: Literal["default", "high", "highest"] = "default"
-    attention: Implementation = "auto"  # "auto": the splash kernel on TPU where it can, else "xla"
+    attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
     mlp_tile: int | None = None  # tokens of a row in the MLP at once, which the backward pass computes again; None: all
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are

@@ -8,6 +8,7 @@ document; without masks it is the position.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, TypeVar
 
 import chex
@@ -28,6 +29,7 @@ from wedlm_jax.ops.attention import (
     splash,
     split_gpu,
     target_platform,
+    trial,
 )
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
 
@@ -230,7 +232,8 @@ def _attend(
             "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
         }
         of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
-        match choose(implementation, unsupported):
+        failure = functools.partial(trial.failure, q.shape[2], *k.shape[2:], q.dtype)
+        match choose(implementation, unsupported, failure=failure):
             case "splash":
                 interpret = target_platform() != "tpu"
                 return splash.splash_attention(q, k, v, segment_ids, mask, interpret=interpret)

@@ -3,7 +3,8 @@
 Training's prediction stream attends to its block and to the memory stream before it; decoding attends to a window and to a
 cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range for every query and visits what it must,
 `attend_cache` the used part of a cache. These are XLA alone; `splash` is a whole causal or two-stream row in one TPU kernel,
-`flash_gpu` key ranges by GPU kernels, `split_gpu` a cache by one, and `choose` says which is used. Knows nothing of WeDLM.
+`flash_gpu` key ranges by GPU kernels, `split_gpu` a cache by one, and `choose` says which is used, of GPU kernels by a `trial`
+on the GPU that is here. Knows nothing of WeDLM.
 """
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import jax
@@ -18,14 +18,20 @@ PLATFORMS = {"splash": ("tpu",), "tokamax": ("gpu", "cuda")}  # of those that on
 log = logging.getLogger(__name__)
 
 
-def choose(asked: Implementation, unsupported: Mapping[str, str | None], platform: str | None = None) -> str:
+def choose(
+    asked: Implementation,
+    unsupported: Mapping[str, str | None],
+    platform: str | None = None,
+    *,
+    failure: Callable[[], str | None] = lambda: None,
+) -> str:
     """The implementation that is used: "xla", "splash" or "tokamax". Each choice is logged once.
 
     Args:
-      asked: "auto" is splash on TPU where it can do the shape, and xla everywhere else: tokamax has not been run on a GPU by
-        us yet, so it is for those who ask for it.
+      asked: "auto" is splash on TPU and tokamax on GPU, where they can do it, and xla everywhere else.
       unsupported: for splash and tokamax, why it cannot do this shape; None if it can.
       platform: for which is compiled; None reads `target_platform()`.
+      failure: why "auto" should not take tokamax on the GPU that is here (`trial.failure`); None if it is right there.
 
     Raises:
       UserError: the implementation that is asked for cannot do it.
@@ -35,14 +41,15 @@ def choose(asked: Implementation, unsupported: Mapping[str, str | None], platfor
         raise UserError(f"model.attention={asked} cannot do this: {reason}; choose auto or xla")
     if asked == "tokamax" and platform not in PLATFORMS[asked]:
         raise UserError(f"model.attention=tokamax is for GPUs, and this is {platform}; choose auto or xla")
+    kernel = next((name for name, platforms in PLATFORMS.items() if platform in platforms), None)
     if asked != "auto":
         chosen, why = str(asked), "as asked"
-    elif platform != "tpu":
+    elif kernel is None:
         chosen, why = "xla", f"on {platform}"
-    elif reason := unsupported["splash"]:
-        chosen, why = "xla", f"on tpu, because of splash: {reason}"
+    elif reason := unsupported[kernel] or (failure() if kernel == "tokamax" else None):
+        chosen, why = "xla", f"on {platform}, because of {kernel}: {reason}"
     else:
-        chosen, why = "splash", "on tpu"
+        chosen, why = kernel, f"on {platform}"
     _log_once(chosen, why)
     return chosen
 

@@ -10,7 +10,8 @@ The forward kernels skip tiles by both ends of the ranges. Backward, both skip t
 (`sm90` masks the rest element by element, `triton` by a bool [T, S] a row), and neither skips other documents.
 
 Run in the tests: `triton`, interpreted on CPU, forward and backward, in float32 and bfloat16, and both lowered for CUDA. Never
-run: `sm90` on any GPU, and `triton` compiled on any GPU; benchmarks/gpu.sh does both, for correctness and for speed.
+run by us: `sm90` on any GPU, and `triton` compiled on any GPU; benchmarks/gpu.sh does both, for correctness and for speed, and
+trial.py before "auto" takes them.
 """
 
 from __future__ import annotations

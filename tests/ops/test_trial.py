@@ -1,0 +1,149 @@
+"""The trial of GPU kernels before "auto" takes them: right ones pass, wrong and failing ones are named, also inside a trace."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax.model.patterns import DualStream
+from wedlm_jax.ops.attention import choice, flash_gpu, trial
+from wedlm_jax.ops.attention.dense import attend
+from wedlm_jax.ops.attention.flash_gpu import Kernels
+from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
+
+HEADS = (4, 2, 64)  # N, K, H
+
+
+def forward(q, k, v, start, end, *, causal):
+    """What a flash kernel gives of one row, by dense attention."""
+    out, lse = attend(*(x[None] for x in (q, k, v)), visible(k, start, end))
+    return out[0], lse[0].T
+
+
+def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    row = (x[None] for x in (q, k, v))
+    gradients = flash_gpu._dense_backward(*row, visible(k, start, end), lse.T[None], delta[None], d_out[None])
+    return [gradient[0].astype(q.dtype) for gradient in gradients]
+
+
+def visible(k, start, end):
+    key = jnp.arange(k.shape[0])
+    return ((start[:, None] <= key) & (key < end[:, None]))[None]
+
+
+RIGHT = Kernels(forward, backward)
+
+
+def a_key_too_many(q, k, v, start, end, *, causal):
+    return forward(q, k, v, start, jnp.minimum(end + 1, k.shape[0]), causal=causal)
+
+
+def one_document(q, k, v, start, end, **settings):
+    return forward(q, k, v, 0 * start, end, **settings)
+
+
+def without_the_merged_output(q, k, v, start, end, lse, out, d_out, *, causal):
+    return backward(q, k, v, start, end, lse, forward(q, k, v, start, end, causal=causal)[0], d_out, causal=causal)
+
+
+def nothing_of_the_keys(*args, **settings):
+    d_q, d_k, d_v = backward(*args, **settings)
+    return d_q, 0 * d_k, d_v
+
+
+def not_a_number(*args, **settings):
+    return [x.at[(0,) * x.ndim].set(jnp.nan) for x in forward(*args, **settings)]
+
+
+def too_old(*args, **settings):
+    raise NotImplementedError("compute capability 7.5\nand more lines")
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """This machine taken for one with a GPU; gives what sets its kernels."""
+    for cached in (trial.failure, choice._log_once):
+        cached.cache_clear()
+    monkeypatch.setitem(choice.PLATFORMS, "tokamax", ("cpu",))
+    monkeypatch.setattr(flash_gpu, "unsupported", lambda *_: None)
+    yield lambda kernels: monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: kernels)
+    trial.failure.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_right_kernels_pass(a_gpu, dtype):
+    a_gpu(RIGHT)
+    assert trial.failure(*HEADS, jnp.dtype(dtype)) is None
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"forward": a_key_too_many},
+        {"forward": one_document},
+        {"forward": not_a_number},
+        {"backward": without_the_merged_output},
+        {"backward": nothing_of_the_keys},
+    ],
+    ids=lambda wrong: next(iter(wrong.values())).__name__,
+)
+def test_wrong_kernels_do_not(a_gpu, wrong):
+    a_gpu(dataclasses.replace(RIGHT, **wrong))
+    assert trial.failure(*HEADS, jnp.dtype(jnp.bfloat16)).startswith("its kernels are wrong on this GPU, by ")
+
+
+def test_kernels_that_fail_do_not_end_the_run(a_gpu):
+    a_gpu(dataclasses.replace(RIGHT, backward=too_old))
+    reason = trial.failure(*HEADS, jnp.dtype(jnp.float32))
+    assert reason == "its kernels failed on this GPU: NotImplementedError: compute capability 7.5"
+
+
+def test_where_no_gpu_is_they_are_not_tried():
+    trial.failure.cache_clear()
+    assert trial.failure(*HEADS, jnp.dtype(jnp.float32)) == "no GPU is here to try its kernels on"
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (tests/conftest.py asks for eight)")
+@pytest.mark.parametrize(
+    ("kernels", "logged"),
+    [
+        (RIGHT, "attention: tokamax, on cpu"),
+        (
+            dataclasses.replace(RIGHT, forward=too_old),
+            "attention: xla, on cpu, because of tokamax: its kernels failed on this GPU: "
+            "NotImplementedError: compute capability 7.5",
+        ),
+    ],
+    ids=["right", "failing"],
+)
+def test_a_step_on_a_mesh_tries_them_once_while_it_is_traced_and_takes_them_only_if_they_are_right(
+    a_gpu, caplog, kernels, logged
+):
+    """Of a device's own heads, as those are what it computes."""
+    a_gpu(kernels)
+    length, mesh = 128, make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    random = np.random.default_rng(0)
+    qkv = [np.float32(random.normal(size=(2, 2 * length, heads, 64))) for heads in (4, 2, 2)]
+    qkv, segment_ids = jax.device_put((qkv, np.ones((2, length), int)), replicated(mesh))
+
+    def loss(qkv, implementation):
+        with on_mesh(mesh):
+            attention = jax.checkpoint(lambda *qkv: DualStream(segment_ids, 32)(*qkv, implementation))
+            return jnp.sum(jnp.sin(attention(*qkv)))
+
+    step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    expected = step(qkv, "xla")
+    choice._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "wedlm_jax"):
+        found = step(qkv, "auto")
+        jax.jit(loss, static_argnums=1)(qkv, "auto")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), found, expected)
+    assert [record.getMessage() for record in caplog.records] == [
+        "attention: trying tokamax's kernels on this GPU first; model.attention=xla does without them",
+        logged,
+    ]
+    assert trial.failure.cache_info().misses == 1
