@@ -113,7 +113,7 @@ def test_the_trial_on_a_gpu_passes_these_kernels(interpreted, monkeypatch, dtype
     monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: triton())
     monkeypatch.setitem(PLATFORMS, "tokamax", ("cpu",))
     trial.failure.cache_clear()
-    assert trial.failure(2, 1, H, jnp.dtype(dtype)) is None
+    assert trial.failure("flash", 2, 1, H, jnp.dtype(dtype)) is None
     trial.failure.cache_clear()
 
 

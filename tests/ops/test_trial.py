@@ -1,6 +1,7 @@
 """The trial of GPU kernels before "auto" takes them: right ones pass, wrong and failing ones are named, also inside a trace."""
 
 import dataclasses
+import functools
 import logging
 
 import jax
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from wedlm_jax.model.patterns import DualStream
-from wedlm_jax.ops.attention import choice, flash_gpu, trial
+from wedlm_jax.ops.attention import choice, flash_gpu, split_gpu, trial
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import Kernels
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 HEADS = (4, 2, 64)  # N, K, H
+TRYING = "attention: trying tokamax's flash kernels on this GPU first; model.attention=xla does without"
 
 
 def forward(q, k, v, start, end, *, causal):
@@ -77,7 +79,7 @@ def a_gpu(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_right_kernels_pass(a_gpu, dtype):
     a_gpu(RIGHT)
-    assert trial.failure(*HEADS, jnp.dtype(dtype)) is None
+    assert trial.failure("flash", *HEADS, jnp.dtype(dtype)) is None
 
 
 @pytest.mark.parametrize(
@@ -93,18 +95,28 @@ def test_right_kernels_pass(a_gpu, dtype):
 )
 def test_wrong_kernels_do_not(a_gpu, wrong):
     a_gpu(dataclasses.replace(RIGHT, **wrong))
-    assert trial.failure(*HEADS, jnp.dtype(jnp.bfloat16)).startswith("its kernels are wrong on this GPU, by ")
+    assert trial.failure("flash", *HEADS, jnp.dtype(jnp.bfloat16)).startswith("it is wrong on this GPU, by ")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_split_kernel_is_tried_as_well(a_gpu, monkeypatch, dtype):
+    attend_split = functools.partial(split_gpu.attend_split, interpret=True)
+    monkeypatch.setattr(trial, "attend_split", attend_split)
+    assert trial.failure("split", *HEADS, jnp.dtype(dtype)) is None
+    trial.failure.cache_clear()
+    monkeypatch.setattr(trial, "attend_split", lambda q, k, v, layer, end: attend_split(q, k, v, layer, end + 1))
+    assert trial.failure("split", *HEADS, jnp.dtype(dtype)).startswith("it is wrong on this GPU, by ")
 
 
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):
     a_gpu(dataclasses.replace(RIGHT, backward=too_old))
-    reason = trial.failure(*HEADS, jnp.dtype(jnp.float32))
-    assert reason == "its kernels failed on this GPU: NotImplementedError: compute capability 7.5"
+    reason = trial.failure("flash", *HEADS, jnp.dtype(jnp.float32))
+    assert reason == "it failed on this GPU: NotImplementedError: compute capability 7.5"
 
 
 def test_where_no_gpu_is_they_are_not_tried():
     trial.failure.cache_clear()
-    assert trial.failure(*HEADS, jnp.dtype(jnp.float32)) == "no GPU is here to try its kernels on"
+    assert trial.failure("flash", *HEADS, jnp.dtype(jnp.float32)) == "no GPU is here to try it on"
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (tests/conftest.py asks for eight)")
@@ -114,7 +126,7 @@ def test_where_no_gpu_is_they_are_not_tried():
         (RIGHT, "attention: tokamax, on cpu"),
         (
             dataclasses.replace(RIGHT, forward=too_old),
-            "attention: xla, on cpu, because of tokamax: its kernels failed on this GPU: "
+            "attention: xla, on cpu, because of tokamax: it failed on this GPU: "
             "NotImplementedError: compute capability 7.5",
         ),
     ],
@@ -142,8 +154,5 @@ def test_a_step_on_a_mesh_tries_them_once_while_it_is_traced_and_takes_them_only
         found = step(qkv, "auto")
         jax.jit(loss, static_argnums=1)(qkv, "auto")
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), found, expected)
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: trying tokamax's kernels on this GPU first; model.attention=xla does without them",
-        logged,
-    ]
+    assert [record.getMessage() for record in caplog.records] == [TRYING, logged]
     assert trial.failure.cache_info().misses == 1

@@ -175,11 +175,7 @@ class CachedWindow:
         if self.idle is not None:
             end = jnp.where(self.idle[:, None], 1, end)
         q = of_read(self, q)
-        # Splash has no cache, so only the GPU kernels are a choice beside XLA.
-        split = implementation == "tokamax" and q.shape[1] <= split_gpu.MAX_QUERIES
-        # Its bounds on a row's ranges are those of neighbours, which the tokens that are read need not be.
-        unsupported = {"tokamax": split_gpu.unsupported(q)}
-        split = split and self.read is None and choose(implementation, unsupported) == "tokamax"
+        split = self._by_split(q, cache, implementation)
 
         def write_and_attend(q, k, v, k_cache, v_cache, length, end, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
@@ -196,6 +192,15 @@ class CachedWindow:
             *(q, k, v, cache.k, cache.v, self.length, end, jnp.asarray(layer)),
         )
         return out, KVCache(*cached)
+
+    @staticmethod
+    def _by_split(q: jax.Array, cache: KVCache, asked: Implementation) -> bool:
+        """Whether the window is attended by the split kernel for GPUs; a prompt, of many queries, never is."""
+        if asked not in ("auto", "tokamax") or q.shape[1] > split_gpu.MAX_QUERIES:
+            return False
+        unsupported = {"splash": "it reads no cache", "tokamax": split_gpu.unsupported(q, cache.k)}
+        failure = functools.partial(trial.failure, "split", q.shape[2], cache.k.shape[2], q.shape[3], cache.k.dtype)
+        return choose(asked, unsupported, failure=failure) == "tokamax"
 
     def physical_index(self, window: int) -> jax.Array:
         """int [B, T]: the cache slots that the window takes."""
@@ -232,7 +237,7 @@ def _attend(
             "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
         }
         of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
-        failure = functools.partial(trial.failure, q.shape[2], *k.shape[2:], q.dtype)
+        failure = functools.partial(trial.failure, "flash", q.shape[2], *k.shape[2:], q.dtype)
         match choose(implementation, unsupported, failure=failure):
             case "splash":
                 interpret = target_platform() != "tpu"

@@ -32,7 +32,7 @@ REMAT_POLICIES = {
 class Transformer(nnx.Module):
     """A causal decoder stack. The layers' parameters are stacked on axis 0 and run as one `lax.scan`.
 
-    For decoding on a CPU `layers` may be a list of layers instead, run one after the other (`weights.with_layers_apart`).
+    For decoding on a CPU or a GPU `layers` may be a list of layers, run one after the other (`weights.with_layers_apart`).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -124,7 +124,7 @@ class Transformer(nnx.Module):
         def angles() -> tuple[jax.Array, jax.Array]:
             return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
 
-        if not isinstance(self.layers, nnx.List):
+        if not isinstance(self.layers, nnx.List) or attention.target_platform() != "cpu":
             return angles()
         # XLA on CPU would compute the cosines anew for every head of every layer in the loop that reads them. It merges nothing
         # across a conditional, and cannot know that this one always holds.

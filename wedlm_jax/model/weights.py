@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator
 
 import jax
@@ -16,6 +17,10 @@ from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.slot_cost import PROCESSOR_CACHE
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.sharding import on_mesh
+
+log = logging.getLogger(__name__)
+
+GPUS = ("gpu", "cuda", "rocm")  # as jax calls the platform of a device
 
 # Parameters of the layers from which on a CPU they are held apart. Fewer are copied in no time, and compile sooner in a scan.
 LARGE = 2**20
@@ -55,7 +60,8 @@ class Weights:
 
     @classmethod
     def of(cls, transformer: Transformer, rows: int = 1) -> Weights:
-        """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned."""
+        """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned. On a
+        GPU that computes alone, with layers apart where there is room for a copy of them."""
         mesh = mesh_of(nnx.state(transformer))
         if mesh is None and _gains_from_layers_apart(transformer):
             transformer = with_layers_apart(transformer, turned=_gains_from_turned_kernels(transformer, rows))
@@ -90,35 +96,56 @@ def mesh_of(params: nnx.State) -> Mesh | None:
 
 
 def _gains_from_layers_apart(transformer: Transformer) -> bool:
+    if isinstance(transformer.layers, nnx.List):
+        return False
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
-    on_cpu = all(device.platform == "cpu" for array in arrays[:1] for device in array.devices())
-    return on_cpu and not isinstance(transformer.layers, nnx.List) and sum(x.size for x in arrays) >= LARGE
+    [device] = arrays[0].devices()
+    if device.platform == "cpu":
+        return sum(x.size for x in arrays) >= LARGE
+    return device.platform in GPUS and _has_room_for(sum(x.nbytes for x in arrays), device)
+
+
+def _has_room_for(copy: int, device: jax.Device) -> bool:
+    """Whether half of the memory that is left holds a copy of so many bytes: the rest is for caches."""
+    stats = device.memory_stats() or {}
+    left = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    if copy <= left / 2:
+        return True
+    log.warning(
+        "decoding copies each layer's weights in every forward, which takes up to three times as long: the %.1f GB of a copy "
+        "with layers apart do not fit into half of the %.1f GB that are left on %s",
+        copy / 1e9, left / 1e9, device.device_kind,
+    )  # fmt: skip
+    return False
 
 
 def _gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
     """Whether the kernels of layers held apart on a CPU are turned for forwards over so many rows."""
-    size = sum(x.nbytes for x in jax.tree.leaves(nnx.state(transformer.layers)))
-    return rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < size <= LARGEST_COPY
+    arrays = jax.tree.leaves(nnx.state(transformer.layers))
+    on_cpu = all(device.platform == "cpu" for device in arrays[0].devices())
+    return on_cpu and rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < sum(x.nbytes for x in arrays) <= LARGEST_COPY
 
 
 def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transformer:
     """The same transformer, with arrays of its own for each layer.
 
-    A scan takes every layer's parameters out of the stack before it computes with them: on a CPU that is a copy of the whole
-    model in every forward, up to half of the time of one over few tokens (`python -m benchmarks.layouts`).
+    A scan takes every layer's parameters out of the stack before it computes with them, which on a CPU and a GPU copies the
+    whole model in every forward: up to half of the time of one over few tokens on a CPU (`python -m benchmarks.layouts`), on a
+    GPU two thirds of the bytes that it moves (`tests/decode/test_on_gpu.py`).
 
-    The arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them. Turned kernels
-    (`Linear.turn`) are copies, read in the order in which they lie: of the few rows of a decoding step the product with a kernel
-    that lies inputs first, which XLA on CPU reads in strides, takes up to twice as long (benchmarks/RESULTS.md, "Kernels turned
-    for decoding").
+    On a CPU the arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them. On a
+    GPU they are copies, and so are turned kernels (`Linear.turn`), read in the order in which they lie: of the few rows of a
+    decoding step the product with a kernel that lies inputs first, which XLA on CPU reads in strides, takes up to twice as long
+    (benchmarks/RESULTS.md, "Kernels turned for decoding").
     """
     graph, stacked = transformer.split_stack()
-    on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
     [device] = jax.tree.leaves(stacked)[0].devices()
-    apart = [
-        nnx.merge(graph, jax.tree.map(lambda x, layer=layer: jax.device_put(x[layer], device, may_alias=True), on_host))
-        for layer in range(transformer.config.num_layers)
-    ]
+    if device.platform == "cpu":
+        on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
+        take = lambda layer: jax.tree.map(lambda x: jax.device_put(x[layer], device, may_alias=True), on_host)  # noqa: E731
+    else:
+        take = lambda layer: jax.tree.map(lambda x: x[layer], stacked)  # noqa: E731
+    apart = [nnx.merge(graph, take(layer)) for layer in range(transformer.config.num_layers)]
     if turned:
         for layer in apart:
             for _, module in nnx.iter_modules(layer):

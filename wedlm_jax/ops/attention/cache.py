@@ -26,14 +26,15 @@ def attend_cache(
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
 
     Reads the least of S, S / 2, S / 4, ... slots (256 or more) that hold every range: the cost of a step grows with the
-    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device.
+    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The split
+    kernel reads what every row uses, and is one program.
 
     Args:
       q_BTNH: queries [B, T, N, H].
       k_LBKSH, v_LBKSH: keys and values of all layers [layers, B, K, S, H].
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
-      split: by the GPU kernel of `split_gpu`, whose bounds on T and end_BT hold.
+      split: by the GPU kernel of `split_gpu`, which names no reason against it.
 
     Returns:
       out [B, T, N, H].
@@ -42,6 +43,8 @@ def attend_cache(
     S = k_LBKSH.shape[3]
     chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
+    if split:
+        return attend_split(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
     contexts = [S]
     while contexts[0] >= 2 * SMALLEST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // 2))
@@ -51,12 +54,11 @@ def attend_cache(
             jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :slots].swapaxes(1, 2)
             for x in (k_LBKSH, v_LBKSH)
         )
-        if split:
-            return attend_split(q_BTNH, k_BCKH, v_BCKH, jnp.minimum(end_BT, slots))
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
 
-    if len(contexts) == 1:  # XLA of jax 0.11 crashes on a search in an empty array, inside a loop on several devices
+    if len(contexts) == 1:
         return attend_first(S, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)
-    smallest = jnp.searchsorted(jnp.array(contexts[:-1], jnp.int32), jnp.max(end_BT))
+    # Not by a search, which would be a loop of its own in every layer.
+    smallest = jnp.sum(jnp.max(end_BT) > jnp.array(contexts[:-1]))
     programs = [functools.partial(attend_first, slots) for slots in contexts]
     return jax.lax.switch(smallest, programs, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)

@@ -1,88 +1,139 @@
-"""Attention over a cache on GPU, the context in parts side by side: jax's Pallas decode kernel, for a few queries a row.
+"""Attention over a cache on GPU, the context in parts side by side: a Pallas kernel for the few queries of a window.
 
-A window has too few queries to fill a GPU by rows and heads alone. So the slots that all its queries see are cut into splits,
-each a program of its own with the queries of one kv head as its rows, and their softmaxes are merged; what only some queries
-see, the slots of the window itself, is attended densely and merged by log-sum-exp.
+A window has too few queries to fill a GPU by rows and heads alone. So the used context of a row is cut into splits, each a
+program of its own (Flash-Decoding): all queries of one kv head are the rows of its products, it reads the keys and values of its
+split where they lie in the cache, and the softmaxes of the splits are merged by log-sum-exp. How long a context is is data: what
+is not used costs nothing, and no program is compiled for it.
 
-Run in the tests: interpreted on CPU. Never run on a GPU by us, so nothing chooses it but model.attention=tokamax, the setting
-that asks for GPU kernels.
+Run in the tests: interpreted on CPU, and compiled for an H100 that is not there. Never run on a GPU by us: trial.py does, before
+"auto" takes it.
 """
 
 from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
-from wedlm_jax.ops.attention.dense import attend, merge
+from wedlm_jax.ops.attention.dense import MASKED_SCORE
 
 MAX_QUERIES = 64  # of a row; a longer one, a prompt, has rows enough
-ROWS = 64  # queries of one kv head in a program: keys are read once for each
+MAX_ROWS = 64  # queries of one kv head in a program; more are cut, and each part reads the keys
 KEY_TILE = 64
-SLOTS_OF_A_SPLIT, MAX_SPLITS = 256, 16
+PROGRAMS = 256  # about so many fill a GPU, two of them on each multiprocessor
+MAX_SPLITS = 16
 
 
-def unsupported(q_BTNH: jax.Array) -> str | None:
+def unsupported(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     H = q_BTNH.shape[3]
     if H < 16 or H & (H - 1):  # Triton's tiles and products
         return f"a head dimension of {H} is not a power of two from 16 on"
+    if k_LBKSH.size >= 2**31:  # places are 32 bits wide
+        return f"a cache of {k_LBKSH.size:,} keys' elements in one array has 2 ** 31 or more"
     return None
 
 
 def attend_split(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, end_BT: jax.Array, *, interpret: bool = False
+    q_BTNH: jax.Array,
+    k_LBKSH: jax.Array,
+    v_LBKSH: jax.Array,
+    layer: jax.Array | int,
+    end_BT: jax.Array,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
-    """Attention of query t of row b over the slots s < end_BT[b, t].
+    """Attention of query t of row b over the slots s < end_BT[b, t] of one layer, as `attend_cache`.
 
     Args:
-      q_BTNH: queries of a window, T of at most MAX_QUERIES.
-      k_BSKH, v_BSKH: the used part of one layer of a cache.
-      end_BT: int [B, T], in [1, S]; those of a row differ by less than T, as a causal window's do.
+      q_BTNH: queries of a window, T of MAX_QUERIES or little more; `unsupported` names no reason against them.
+      k_LBKSH, v_LBKSH: the cache, of which nothing is copied.
+      layer: int [].
+      end_BT: int [B, T], at least 1; a larger one than S reads as S.
       interpret: run the kernel as plain operations, on any platform; slow.
 
     Returns:
-      out [B, T, N, H].
+      out [B, T, N, H] in the dtype of q.
     """
-    from jax.experimental.pallas.ops.gpu import decode_attention
-
     B, T, N, H = q_BTNH.shape
-    S, K = k_BSKH.shape[1:3]
+    K, S = k_LBKSH.shape[2:4]
+    chex.assert_equal_shape([k_LBKSH, v_LBKSH])
+    chex.assert_shape(end_BT, (B, T))
     rows = T * N // K
-    seen_by_all_B = jnp.min(end_BT, axis=1)  # at least 1: no part is empty
+    block = min(MAX_ROWS, max(16, 1 << (rows - 1).bit_length()))
+    blocks = -(-rows // block)
+    splits = max(1, min(MAX_SPLITS, PROGRAMS // (B * K * blocks), -(-S // KEY_TILE)))
 
-    block_rows = min(ROWS, max(16, 1 << (rows - 1).bit_length()))
-    splits = min(MAX_SPLITS, -(-S // SLOTS_OF_A_SPLIT))
-    q_BKRH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
-    q_BKRH = jnp.pad(q_BKRH, ((0, 0), (0, 0), (0, -rows % block_rows), (0, 0)))
-    to_splits = ((0, 0), (0, -S % (splits * KEY_TILE)), (0, 0), (0, 0))
-    k_splits, v_splits = (jnp.pad(x, to_splits).reshape(B, splits, -1, K, H) for x in (k_BSKH, v_BSKH))
-    slots = k_splits.shape[2]
-    seen_of_splits = jnp.clip(seen_by_all_B[:, None] - slots * jnp.arange(splits), 0, slots)
-    # A call's own splits are merged in the dtype of q, each sum and factor rounded; these are merged here, in float32.
-    kernel = functools.partial(
-        decode_attention.gqa, block_h=block_rows, block_k=KEY_TILE, k_splits=1, return_residuals=True,
-        normalize_output=False, interpret=interpret,
-    )  # fmt: skip
-    out_of_splits, (totals, peaks) = jax.vmap(kernel, (None, 1, 1, None, 1))(
-        q_BKRH.reshape(B, -1, H), k_splits, v_splits, None, seen_of_splits
-    )
-    # As in jax's own merge: without the barrier XLA may make NaN or other wrong values of what the kernel returned.
-    peak = jax.lax.optimization_barrier(jnp.max(peaks, axis=0))
-    shares = jnp.exp(peaks - peak)
-    total = jnp.sum(totals * shares, axis=0)
-    out = jnp.sum(out_of_splits * shares[..., None], axis=0) / total[..., None]
+    def by_kv_head(x_BTN: jax.Array) -> jax.Array:
+        """[B, K, rows of a kv head, ...], filled up to whole blocks."""
+        x = x_BTN.reshape(B, T, K, N // K, *x_BTN.shape[3:]).swapaxes(1, 2).reshape(B, K, rows, *x_BTN.shape[3:])
+        return jnp.pad(x, [(0, 0), (0, 0), (0, blocks * block - rows)] + [(0, 0)] * (x.ndim - 3))
 
-    def by_query(x: jax.Array) -> jax.Array:
-        """[B, T, N, ...] of [B, rows of all kv heads, ...]."""
-        x = x.reshape(B, K, -1, *x.shape[2:])[:, :, :rows].reshape(B, K, T, N // K, *x.shape[2:])
-        return jnp.moveaxis(x, 2, 1).reshape(B, T, N, *x.shape[4:])
+    q_BKRH = by_kv_head(q_BTNH)
+    end_BKR = by_kv_head(jnp.broadcast_to(jnp.minimum(end_BT, S)[..., None], (B, T, N)))
+    a_block = pl.BlockSpec((1, 1, block, H), lambda b, k, r, s: (b, k, r, 0))
+    of_rows = pl.BlockSpec((1, 1, block), lambda b, k, r, s: (b, k, r))
+    everything = pl.BlockSpec(memory_space=pl.ANY)
+    out_BKRPH, lse_BKRP = pl.pallas_call(
+        functools.partial(_kernel, splits=splits, exact=_is_exact(q_BTNH.dtype)),
+        grid=(B, K, blocks, splits),
+        in_specs=[pl.BlockSpec((1,), lambda b, k, r, s: (0,)), a_block, of_rows, everything, everything],
+        out_specs=[
+            pl.BlockSpec((1, 1, block, 1, H), lambda b, k, r, s: (b, k, r, s, 0)),
+            pl.BlockSpec((1, 1, block, 1), lambda b, k, r, s: (b, k, r, s)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((B, K, blocks * block, splits, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, blocks * block, splits), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attend_split",
+    )(jnp.reshape(jnp.asarray(layer, jnp.int32), 1), q_BKRH, end_BKR, k_LBKSH, v_LBKSH)
+    out_BKRH = jnp.sum(out_BKRPH * jax.nn.softmax(lse_BKRP, axis=-1)[..., None], axis=3)
+    out_BKTGH = out_BKRH[:, :, :rows].reshape(B, K, T, N // K, H)
+    return out_BKTGH.swapaxes(1, 2).reshape(B, T, N, H).astype(q_BTNH.dtype)
 
-    # The window: T slots behind what all see, shifted back where the cache ends first.
-    start_B = jnp.minimum(seen_by_all_B, S - min(T, S))
-    slots_BT = start_B[:, None] + jnp.arange(min(T, S))
-    k_window, v_window = (jnp.take_along_axis(x, slots_BT[:, :, None, None], axis=1) for x in (k_BSKH, v_BSKH))
-    visible = (seen_by_all_B[:, None, None] <= slots_BT[:, None]) & (slots_BT[:, None] < end_BT[..., None])
-    inside = attend(q_BTNH, k_window, v_window, visible)
-    return merge(by_query(out), by_query(peak + jnp.log(total)), *inside).astype(q_BTNH.dtype)
+
+def _kernel(layer_ref, q_ref, end_ref, k_ref, v_ref, out_ref, lse_ref, *, splits: int, exact: bool) -> None:
+    """One split of the context of one block of queries: its normalized output and the log-sum-exp of its scaled scores."""
+    b, k, split = pl.program_id(0), pl.program_id(1), pl.program_id(3)
+    dot = functools.partial(triton.dot, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32 if exact else None)
+    layer, q_RH, end_R = layer_ref[0], q_ref[0, 0], end_ref[0, 0]
+    last = jnp.max(end_R)
+    tiles = -(-last // (splits * KEY_TILE))  # of a split
+    first = split * tiles
+    scale = q_RH.shape[1] ** -0.5
+
+    def add(tile: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        out_RH, peak_R, total_R = carry
+        slots_C = tile * KEY_TILE + jnp.arange(KEY_TILE)
+        k_CH, v_CH = (
+            triton.load(
+                x.at[layer, b, k, pl.ds(tile * KEY_TILE, KEY_TILE), :], mask=(slots_C < last)[:, None], other=0.0
+            )
+            for x in (k_ref, v_ref)
+        )
+        scores_RC = dot(q_RH, k_CH, trans_b=True) * scale
+        scores_RC = jnp.where(slots_C[None, :] < end_R[:, None], scores_RC, MASKED_SCORE)
+        new_peak_R = jnp.maximum(peak_R, jnp.max(scores_RC, axis=1))
+        weights_RC = jnp.exp(scores_RC - new_peak_R[:, None])
+        shrink_R = jnp.exp(peak_R - new_peak_R)
+        seen_RH = dot(weights_RC.astype(v_CH.dtype), v_CH)
+        return out_RH * shrink_R[:, None] + seen_RH, new_peak_R, total_R * shrink_R + jnp.sum(weights_RC, axis=1)
+
+    nothing = jnp.zeros(q_RH.shape, jnp.float32), jnp.full(end_R.shape, MASKED_SCORE), jnp.zeros(end_R.shape)
+    # A query whose range ends before this split has weights of 1 under the least peak: the merge gives them nothing.
+    out_RH, peak_R, total_R = jax.lax.fori_loop(first, jnp.minimum(first + tiles, -(-last // KEY_TILE)), add, nothing)
+    total_R = jnp.where(total_R > 0, total_R, 1.0)  # a split behind the context
+    out_ref[0, 0, :, 0], lse_ref[0, 0, :, 0] = out_RH / total_R[:, None], peak_R + jnp.log(total_R)
+
+
+def _is_exact(dtype: jnp.dtype) -> bool:
+    """Whether float32 is multiplied as it is; otherwise, as everywhere on a GPU, as TF32."""
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return dtype == jnp.float32 and asked in ("highest", "float32")

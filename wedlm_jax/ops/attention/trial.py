@@ -1,16 +1,19 @@
-"""Whether the flash kernels for GPUs are right on the GPU that is here, before "auto" takes them.
+"""Whether the kernels for GPUs are right on the GPU that is here, before "auto" takes them.
 
-They are another library's, reached below its public functions, for kinds of GPU that nobody here has. So the first step that
-could use them runs them once on a short row of its own heads and dtype, forward and backward, beside dense attention: where
-they end with an error (a GPU too old for them, say) or with other numbers, XLA's tiles are used and the log says why. What is
-tried is whether they are wrong; how exact and how fast they are is measured by benchmarks/gpu.sh.
+They are for kinds of GPU that nobody here has, and those of flash attention are another library's, reached below its public
+functions. So the first program that could use them runs them once on short rows of its own heads and dtype, forward and backward
+where there is a backward, beside dense attention: where they end with an error (a GPU too old for them, say) or with other
+numbers, XLA's own attention is used and the log says why. What is tried is whether they are wrong; how exact and how fast they
+are is measured by benchmarks/gpu.sh.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +23,12 @@ from wedlm_jax.ops.attention.blocks import OwnBlocks
 from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
+from wedlm_jax.ops.attention.split_gpu import attend_split
 
-TOKENS, BLOCK_SIZE = 512, 32
+Kernels = Literal["flash", "split"]
+NAMES = {"flash": "tokamax's flash kernels", "split": "the split kernel over a cache"}
+
+TOKENS, BLOCK_SIZE, WINDOW = 512, 32, 16
 DOCUMENT_STARTS = (0, 160, 416)  # of one row; the other is one document
 
 # Of the 2-norm. bfloat16 errs by half a percent; a key too many or a gradient lost, by ten and more.
@@ -31,40 +38,61 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def failure(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
+def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
     """Why the kernels are not to be used on this machine's GPU for such heads, or None if they are right.
 
     May be called while something is traced, inside a mesh too.
     """
     if jax.default_backend() not in PLATFORMS["tokamax"]:
-        return "no GPU is here to try its kernels on"
-    log.info("attention: trying tokamax's kernels on this GPU first; model.attention=xla does without them")
+        return "no GPU is here to try it on"
+    log.info("attention: trying %s on this GPU first; model.attention=xla does without", NAMES[kernels])
+    heads = num_heads, num_kv_heads, head_dim, dtype
     # A thread of its own: what is traced, and the mesh, are those of a thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_failure, num_heads, num_kv_heads, head_dim, dtype).result()
+        return thread.submit(_failure, *(_flash(*heads) if kernels == "flash" else _split(*heads))).result()
 
 
-def _failure(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
-    random = np.random.default_rng(0)
-    heads = (num_heads,) * 2 + (num_kv_heads,) * 4 + (num_heads,) * 2
-    arrays = (jnp.asarray(random.normal(size=(2, TOKENS, n, head_dim)), dtype) for n in heads)
-    *inputs, d_memory, d_prediction = arrays
+def _failure(ours: Callable[..., Any], dense: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
     try:
-        ours, expected = (
-            jax.jit(functools.partial(_with_gradients, streams))(inputs, (d_memory, d_prediction))
-            for streams in (_by_kernels, _dense)
-        )
-        errors = [_relative_error(x, y) for x, y in zip(ours, expected, strict=True)]
-    except Exception as error:  # whatever a compiler or a driver raises, XLA's tiles are still there
-        return f"its kernels failed on this GPU: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        pairs = zip(jax.jit(ours)(*arrays), jax.jit(dense)(*arrays), strict=True)
+        errors = [_relative_error(x, expected) for x, expected in pairs]
+    except Exception as error:  # whatever a compiler or a driver raises, XLA's own attention is still there
+        return f"it failed on this GPU: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if all(error <= TOLERATED for error in errors):  # nan is wrong too
         return None
-    return f"its kernels are wrong on this GPU, by {max(errors):.0%} of what dense attention gives"
+    return f"it is wrong on this GPU, by {max(errors):.0%} of what dense attention gives"
 
 
-def _with_gradients(streams, inputs, cotangents):
+def _split(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Two windows, behind an empty cache and behind one that is nearly full."""
+    random = np.random.default_rng(0)
+    q = random.normal(size=(2, WINDOW, num_heads, head_dim))
+    k, v = random.normal(size=(2, 1, 2, num_kv_heads, TOKENS, head_dim))
+    end = jnp.asarray([[1], [TOKENS - WINDOW - 3]]) + jnp.arange(WINDOW)
+
+    def ours(q, k, v):
+        return tuple(attend_split(q, k, v, 0, end))  # each window by itself: the first errs more
+
+    def dense(q, k, v):
+        with jax.default_matmul_precision("highest"):
+            q, k, v = (x.astype(jnp.float32) for x in (q, k[0].swapaxes(1, 2), v[0].swapaxes(1, 2)))
+            return tuple(attend(q, k, v, jnp.arange(TOKENS) < end[..., None])[0])
+
+    return ours, dense, tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+
+
+def _flash(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+    """Both streams over packed documents, and their gradients."""
+    random = np.random.default_rng(0)
+    heads = (num_heads,) * 2 + (num_kv_heads,) * 4 + (num_heads,) * 2
+    arrays = tuple(jnp.asarray(random.normal(size=(2, TOKENS, n, head_dim)), dtype) for n in heads)
+    return functools.partial(_with_gradients, _by_kernels), functools.partial(_with_gradients, _dense), arrays
+
+
+def _with_gradients(streams, *arrays):
+    *inputs, d_memory, d_prediction = arrays
     out, pullback = jax.vjp(streams, *inputs)
-    return *out, *pullback(cotangents)
+    return *out, *pullback((d_memory, d_prediction))
 
 
 def _by_kernels(q_memory, q_prediction, k, v, k_own, v_own):
