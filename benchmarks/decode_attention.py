@@ -23,7 +23,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_
 from jax.sharding import Mesh
 
 from benchmarks.side_by_side import print_table
-from wedlm_jax import ahead_of_time
+from wedlm_jax import absent_devices
 from wedlm_jax.errors import entry
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
@@ -96,7 +96,7 @@ def row(
     compiled = jax.jit(on_chip).lower(*arguments, array((), jnp.int32), array((B, T), jnp.int32)).compile()
     nbytes = compiled.cost_analysis()["bytes accessed"] + kernel_bytes
     temporaries = compiled.memory_analysis().temp_size_in_bytes
-    bandwidth = ahead_of_time.CHIPS[FLAGS.topology.partition(":")[0]].hbm_bandwidth
+    bandwidth = absent_devices.chip_of(FLAGS.topology).hbm_bandwidth
     return [name, f"{nbytes / 1e6:.0f}", f"{temporaries / 1e6:.1f}", f"{1e6 * nbytes / bandwidth:.0f}"]
 
 
@@ -129,7 +129,7 @@ def written_and_read(mesh: Mesh, layers: int = 4) -> str:
 def main() -> None:
     global FLAGS
     FLAGS = tyro.cli(Flags, description=__doc__)
-    mesh = make_mesh(MeshConfig(), ahead_of_time.devices(FLAGS.topology))
+    mesh = make_mesh(MeshConfig(), absent_devices.devices(FLAGS.topology))
     B, T, S, K, H = FLAGS.rows, FLAGS.window, FLAGS.slots, FLAGS.kv_heads, FLAGS.head_dim
     apart = [(FLAGS.layers, B, K, S, H)] * 2
     pages = [(FLAGS.layers * B * S // FLAGS.page, FLAGS.page, 2 * K, H)]

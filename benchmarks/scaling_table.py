@@ -19,7 +19,8 @@ from pathlib import Path
 
 import jax
 
-from wedlm_jax.ahead_of_time import CHIPS, trace_step
+from wedlm_jax.absent_devices import CHIPS
+from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.errors import entry
 from wedlm_jax.experiment import Experiment, MeshConfig, load_experiment
 from wedlm_jax.model.config import ModelConfig
@@ -147,7 +148,7 @@ def compute(experiment: Experiment, kind: str, chips: int, row_flops: float) -> 
     seconds = {
         "FLOPs": row_flops * ROWS / chips / chip.flops,
         "HBM": moved / chip.hbm_bandwidth,
-        "ICI": sent / chip.ici_bandwidth,
+        "ICI": sent / chip.link_bandwidth,
     }
     return Cell(held, seconds)
 

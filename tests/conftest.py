@@ -43,10 +43,10 @@ settings.load_profile("wedlm_jax")
 MANY_MAPS = 15_000
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def few_memory_maps():
     """A compiled program is a dozen memory maps; Linux allows a process 65,530, and XLA aborts where it gets no more. A
-    quarter of them is some 3 GiB, and two workers run."""
+    quarter of them is some 3 GiB, and two workers run. A single test of many random cases may add 10,000."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > MANY_MAPS:

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.compiled_step import L, V, compiled_text, masks_and_logits, shapes_in
+from tests.conftest import FULL
 from tests.tiny_training import EXPERIMENT
-from wedlm_jax import ahead_of_time
-from wedlm_jax.ahead_of_time import CHIPS, StepReport, canonical, compile_only
+from wedlm_jax import absent_devices, ahead_of_time
+from wedlm_jax.absent_devices import CHIPS, canonical, devices
+from wedlm_jax.ahead_of_time import StepReport, compile_only
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, load_experiment, override
 from wedlm_jax.model.parameters import init_params
@@ -21,6 +24,9 @@ from wedlm_jax.train import main
 
 NEEDS_LIBTPU = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
+)
+NEEDS_GPU_COMPILER = pytest.mark.skipif(
+    not absent_devices.has_gpu_compiler(), reason="jax's CUDA plugin is not installed: requirements-gpu-compiler.txt"
 )
 REPORT = StepReport(
     topology="v5e:2x4", chips=8, mesh="data=1 x fsdp=8 x tensor=1", tokens=8 * 4096, arguments=10 * 10**9,
@@ -82,7 +88,14 @@ def test_aliases_of_a_chip(topology):
     assert canonical(topology) == "v5e:16x16"
 
 
-@pytest.mark.parametrize("topology", ["v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", ""])
+@pytest.mark.parametrize("topology", ["h100:8", "h200:2x8", "a100:1"])
+def test_gpus_are_counted_by_machine(topology):
+    assert canonical(topology) == topology
+
+
+@pytest.mark.parametrize(
+    "topology", ["h100:0", "h100:2x2x2", "h100", "v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", ""]
+)
 def test_an_unknown_topology_is_named_with_the_known_ones(topology):
     message = message_of(EXPERIMENT, topology)
     assert f"topology {topology!r} is unknown" in message and all(kind in message for kind in CHIPS)
@@ -97,6 +110,13 @@ def test_missing_libtpu_is_told_with_its_command(monkeypatch, capsys):
         main()
     assert exit.value.code == 2
     assert "libtpu, which is not installed; pip install 'wedlm_jax[tpu]'" in capsys.readouterr().err
+
+
+def test_missing_cuda_plugin_is_told_with_its_command(monkeypatch):
+    monkeypatch.setattr(absent_devices, "has_gpu_compiler", lambda: False)
+    assert "jax's CUDA plugin, which is not installed; pip install 'wedlm_jax[cuda]'" in message_of(
+        EXPERIMENT, "h100:8"
+    )
 
 
 def test_a_model_as_in_init_from_is_refused():
@@ -133,6 +153,14 @@ def test_a_step_that_does_not_fit_the_memory_is_told_with_both_sizes(eight_cpus_
     )
 
 
+def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothing(eight_cpus_as_a_slice, monkeypatch):
+    small = dataclasses.replace(CHIPS["h100"], hbm=1e3)
+    monkeypatch.setitem(CHIPS, "h100", small)
+    message = message_of(override(EXPERIMENT, "train.batch_size=8"), "h100:8")
+    assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB of a chip; set model.remat=full")
+    assert message.endswith("or take more GPUs")
+
+
 @pytest.mark.parametrize("name", ["qwen3_0p6b_sft", "qwen3_8b_sft", "qwen3_8b_cpt", "qwen25_7b_cpt"])
 def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16(name):
     model = load_experiment(name).model
@@ -148,12 +176,29 @@ def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
     assert "libtpu knows no such slice" in message_of(experiment, "v5e:3x5")
 
 
+@NEEDS_GPU_COMPILER
+def test_a_tiny_step_compiles_for_gpus_of_one_machine_and_of_two():
+    experiment = override(EXPERIMENT, "train.batch_size=8", "mesh.data=2", "mesh.fsdp=4", "model.num_layers=3")
+    one, two = (compile_only(experiment, topology) for topology in ("h100:8", "h100:2x4"))
+    assert 0 < one.peak < CHIPS["h100"].hbm
+    assert one.traffic["all-gather"] > 0 and one.traffic == two.traffic
+    assert "NVLink" in "\n".join(one.lines())
+
+
+@NEEDS_GPU_COMPILER
+@pytest.mark.parametrize("name", ["qwen3_8b_sft", *(["qwen3_8b_cpt"] if FULL else [])])
+def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits(name):
+    shapes = shapes_in(compiled_text(name, "h100:8"))
+    assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
+    assert masks_and_logits(shapes) == []
+
+
 @NEEDS_LIBTPU
 def test_on_the_mesh_of_qwen3_8b_cpt_nothing_is_gathered_but_one_layer_at_a_time_and_the_two_ends():
     """A small variant on v5p:4x4x4: never all layers of a parameter together, tiles of the output layer, no logits."""
     small = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")
     experiment = load_experiment("qwen3_8b_cpt", [*small, "model.intermediate_size=3072"])
-    mesh = make_mesh(experiment.mesh, ahead_of_time.devices("v5p:4x4x4"))
+    mesh = make_mesh(experiment.mesh, devices("v5p:4x4x4"))
     text = ahead_of_time.trace_step(experiment, mesh).lower().compile().as_text()
     params = jax.eval_shape(lambda: init_params(experiment.model, 0))
     one_at_a_time = {x.shape[1:] if name.startswith("layers.") else x.shape for name, x in params.items()}

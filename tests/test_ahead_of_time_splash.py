@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.compiled_step import RESTS_ON, D, H, K, L, N, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
 from tests.tiny_training import EXPERIMENT
-from wedlm_jax import ahead_of_time
+from wedlm_jax import absent_devices
 from wedlm_jax.ahead_of_time import trace_step
-from wedlm_jax.experiment import ModelConfig, load_experiment, override
+from wedlm_jax.experiment import ModelConfig, override
 from wedlm_jax.ops.attention import splash
 from wedlm_jax.ops.attention.splash import TwoStreamMask
 from wedlm_jax.program_costs import kernel_runs, matmul_flops
@@ -40,7 +41,7 @@ def traced(topology, remat="none"):
         model=dataclasses.replace(MODEL, remat=remat),
         mesh=SLICES[topology],
     )
-    return trace_step(experiment, make_mesh(experiment.mesh, ahead_of_time.devices(topology)))
+    return trace_step(experiment, make_mesh(experiment.mesh, absent_devices.devices(topology)))
 
 
 @pytest.mark.parametrize(("remat", "forward_runs"), [("none", 1), ("full", 2)])
@@ -56,41 +57,9 @@ def test_flops_of_attention_are_within_a_third_of_the_count_by_hand(monkeypatch,
     assert by_hand <= attention <= 1.3 * by_hand
 
 
-# A length, widths and a vocabulary that no other dimension has; the vocabulary is larger than all of them by far.
-L, V, D, F, N, K, H, RESTS_ON = 1152, 50_176, 384, 640, 4, 2, 128, {"data": 1, "fsdp": 4, "tensor": 2}
-TOKENS, COLUMNS = {L, 2 * L}, {V, V // 2}
 EXPERIMENTS = [("qwen3_8b_sft", "v5e:2x4")]
 if FULL:
     EXPERIMENTS += [("qwen3_8b_cpt", "v5e:2x4"), ("qwen3_8b_cpt", "v5p:2x2x2"), ("qwen3_8b_sft", "v5p:2x2x2")]
-
-
-def compiled_text(name, topology):
-    sizes = dict(
-        vocab_size=V, hidden_size=D, intermediate_size=F, num_heads=N, num_kv_heads=K, head_dim=H, num_layers=2
-    )
-    model = [f"model.{field}={size}" for field, size in sizes.items()]
-    mesh = [f"mesh.{axis}={size}" for axis, size in RESTS_ON.items()]
-    experiment = load_experiment(
-        name, [*model, *mesh, f"data.row_length={L}", "train.batch_size=4", "train.micro_batches=1"]
-    )
-    mesh = make_mesh(experiment.mesh, ahead_of_time.devices(topology))
-    return trace_step(experiment, mesh).lower().compile().as_text()
-
-
-def shapes_in(text: str) -> set[tuple[int, ...]]:
-    return {tuple(map(int, dims.split(","))) for dims in re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", text)}
-
-
-def masks_and_logits(shapes: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Those with two axes of tokens, with one of tokens and one of the vocabulary, or with as many elements as all logits of a
-    stream have on one device, whatever their axes are called."""
-    return [
-        shape
-        for shape in shapes
-        if sum(size in TOKENS for size in shape) > 1
-        or (TOKENS.intersection(shape) and COLUMNS.intersection(shape))
-        or math.prod(shape) >= L * min(COLUMNS)
-    ]
 
 
 def test_masks_and_logits_would_be_found_in_a_text():
@@ -150,5 +119,5 @@ def test_one_chip_takes_the_kernels_too():
         override(EXPERIMENT, f"data.row_length={LENGTH}", "train.batch_size=1"),
         model=dataclasses.replace(MODEL, num_layers=1),
     )
-    step = trace_step(experiment, make_mesh(MeshConfig(), ahead_of_time.devices("v5e:1x1")))
+    step = trace_step(experiment, make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1")))
     assert "splash_mha_dkv" in (step.lower().compile().as_text() if FULL else str(step.jaxpr))

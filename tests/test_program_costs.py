@@ -1,6 +1,7 @@
 """FLOPs and collectives of a program: counted by hand against what is read, and nothing gathered whole that is cut up."""
 
 import dataclasses
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +60,13 @@ def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
         "collective-permute": 36 * 32,
         "reduce-scatter": 256 * 3,
     }
+
+
+def test_a_loop_runs_as_often_as_the_compiler_says_where_it_does():
+    """For a GPU the bound that a condition compares with lies in a fusion."""
+    known = 'body=%body, backend_config={"known_trip_count":{"n":"28"},"known_init_step":{"init":"0","step":"1"}}'
+    found = collectives(TEXT.replace("body=%body", known, 1))
+    assert Counter(one.times for one in found) == Counter({28: 2, 1: 2})
 
 
 def test_equal_collectives_of_two_loops_or_side_by_side_count_each_though_they_share_a_channel():

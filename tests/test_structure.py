@@ -23,7 +23,7 @@ FLOORS = (
     {"model", "diffusion", "data"},
     {"objective"},
     {"optimizer", "train_state", "mask_training", "train_step", "hf", "checkpoint", "metrics", "decode"},
-    {"engine", "pretrained", "baselines"},
+    {"engine", "pretrained", "baselines", "absent_devices"},
     {"evals", "study"},
     {"experiment"},
     {"workdir"},

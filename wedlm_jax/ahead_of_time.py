@@ -1,14 +1,12 @@
-"""`--compile-only v5p:4x4x4`: the real training step, compiled for a TPU slice that is not there.
+"""`--compile-only v5p:4x4x4` or `h100:8`: the real training step, compiled for a TPU slice or for GPUs that are not there.
 
-libtpu compiles without a TPU. What comes out is what the compiler says of memory, and a lower bound of the time from the
-chip's data sheet; neither is a measurement.
+What comes out is what the compiler says of memory, and a lower bound of the time from the chip's data sheet; neither is a
+measurement.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,36 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from wedlm_jax.absent_devices import canonical, chip_of, devices
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.experiment import Experiment
-from wedlm_jax.metrics.throughput import PEAK_FLOPS
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import compile_step, wedlm_step
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """The data sheet of one chip (cloud.google.com/tpu/docs/v5e, v5p, v6e; read in November 2026)."""
-
-    flops: float  # bfloat16 FLOP/s
-    hbm: float  # bytes
-    hbm_bandwidth: float  # bytes/s
-    ici_bandwidth: float  # bytes/s that it can send over all its links (the "Gbps" of the sheet / 8)
-
-
-CHIPS = {
-    "v5e": Chip(flops=PEAK_FLOPS["TPU v5e"], hbm=16 * 2**30, hbm_bandwidth=819e9, ici_bandwidth=1600e9 / 8),
-    "v5p": Chip(flops=PEAK_FLOPS["TPU v5p"], hbm=95 * 2**30, hbm_bandwidth=2765e9, ici_bandwidth=4800e9 / 8),
-    "v6e": Chip(flops=PEAK_FLOPS["TPU v6e"], hbm=32 * 2**30, hbm_bandwidth=1640e9, ici_bandwidth=3200e9 / 8),
-}
-ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +51,7 @@ class StepReport:
     @property
     def seconds(self) -> dict[str, float]:
         """The least time of a step by each resource; all three may run at once, so the step takes at least the largest."""
-        chip = CHIPS[self.topology.partition(":")[0]]
+        chip = chip_of(self.topology)
         # Each argument is read and each output written; what is gathered is written once and read once.
         # A gather that is compiled as a sum sends twice what it gathers.
         gathered = self.traffic.get("all-gather", 0.0) + self.traffic.get(GATHERING, 0.0) / 2
@@ -80,12 +59,12 @@ class StepReport:
         return {
             "FLOPs": self.flops / chip.flops,
             "HBM": moved / chip.hbm_bandwidth,
-            "ICI": sum(self.traffic.values()) / chip.ici_bandwidth,
+            chip.links: sum(self.traffic.values()) / chip.link_bandwidth,
         }
 
     def lines(self) -> Iterator[str]:
         """The report for people, a line at a time."""
-        chip = CHIPS[self.topology.partition(":")[0]]
+        chip = chip_of(self.topology)
         yield f"{self.topology}: {self.chips} chips as {self.mesh}; compiled ahead of time in {self.compile_seconds:.0f} s"
         yield f"global batch         {self.tokens:,} tokens"
         for name in ("arguments", "outputs", "aliased", "temporaries", "code"):
@@ -101,14 +80,15 @@ class StepReport:
 
 
 def compile_only(experiment: Experiment, topology: str) -> StepReport:
-    """Compiles the experiment's step for a TPU slice; neither weights nor data need be there.
+    """Compiles the experiment's step for a TPU slice or GPUs; neither weights nor data need be there.
 
     Args:
       experiment: one whose `model` is given as a ModelConfig.
-      topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2; KIND is one of CHIPS or ALIASES.
+      topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2, of GPUs KIND:N or KIND:MACHINESxN, such as h100:8; KIND
+        is one of CHIPS or ALIASES.
 
     Raises:
-      UserError: libtpu is missing, the topology is unknown, the mesh or the batch does not fit it, or the step does not
+      UserError: the compiler is missing, the topology is unknown, the mesh or the batch does not fit it, or the step does not
         fit the memory of its chips.
     """
     topology = canonical(topology)
@@ -122,13 +102,11 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         if not out_of_memory(error):
             raise
         used = re.search(r"Used ([\d.]+\w+) of ([\d.]+\w+) hbm", str(error))
-        need = f"needs {used[1]} of the {used[2]} of a chip" if used else str(error).partition("\n")[0]
-        raise UserError(
-            f"{experiment.name} does not fit {topology}: it {need}; "
-            "set model.remat=full or model.mlp_tile=2048, raise train.micro_batches or mesh.fsdp, or take a larger slice"
+        raise _too_large(
+            experiment, topology, f"{used[1]} of the {used[2]}" if used else str(error).partition("\n")[0]
         ) from None
     memory = compiled.memory_analysis()
-    return StepReport(
+    report = StepReport(
         topology=topology,
         chips=mesh.size,
         mesh=" x ".join(f"{name}={size}" for name, size in mesh.shape.items()),
@@ -141,6 +119,18 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         flops=matmul_flops(traced.jaxpr.jaxpr) / mesh.size,
         traffic=traffic_by_kind(collectives(compiled.as_text())),
         compile_seconds=time.monotonic() - start,
+    )
+    if report.peak > chip_of(topology).hbm:  # the compiler for TPUs says so itself, that for GPUs does not
+        sizes = (f"{size / 1e9:.1f} GB" for size in (report.peak, chip_of(topology).hbm))
+        raise _too_large(experiment, topology, " of the ".join(sizes))
+    return report
+
+
+def _too_large(experiment: Experiment, topology: str, needed: str) -> UserError:
+    more = "more GPUs" if chip_of(topology).gpu else "a larger slice"
+    return UserError(
+        f"{experiment.name} does not fit {topology}: it needs {needed} of a chip; "
+        f"set model.remat=full or model.mlp_tile=2048, raise train.micro_batches or mesh.fsdp, or take {more}"
     )
 
 
@@ -169,44 +159,6 @@ def _own_model(experiment: Experiment) -> ModelConfig:
             f"--compile-only reads no weights, and {experiment.name} has no model of its own; give model as a ModelConfig"
         )
     return experiment.model
-
-
-def canonical(topology: str) -> str:
-    """KIND:SHAPE with the alias of KIND resolved.
-
-    Raises:
-      UserError: it is not of this form, or of a kind that is not known.
-    """
-    kind, _, shape = topology.partition(":")
-    kind = ALIASES.get(kind, kind)
-    if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
-        known = ", ".join([*CHIPS, *ALIASES])
-        raise UserError(
-            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, with KIND of {known}"
-        )
-    return f"{kind}:{shape}"
-
-
-def devices(topology: str) -> list[jax.Device]:
-    """Those of a slice that need not be there, to compile for.
-
-    Raises:
-      UserError: there is no TPU compiler here, or it knows no such slice.
-    """
-    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise UserError(
-            "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
-            "(it needs no TPU)"
-        )
-    # No TPU is touched, so several may compile side by side.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-    # libtpu takes hosts of 2 x 2 chips unless it is told that there is but one chip.
-    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if set(topology.partition(":")[2]) == {"1", "x"} else {}
-    try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
-    except Exception as error:  # libtpu raises several types for shapes that no slice has
-        reason = str(error).partition("\n")[0]
-        raise UserError(f"topology {topology}: libtpu knows no such slice ({reason})") from None
 
 
 def _gigabytes(count: float) -> str:

@@ -25,6 +25,7 @@ _MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", 
 _CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _FUSED = re.compile(r"fusion\(.*calls=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _KERNEL_RUNS = re.compile(r"kernel_runs_(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
@@ -174,7 +175,9 @@ def _gathers(lines: dict[str, list[str]], name: str, line: str) -> bool:
 
 
 def _trips(lines: dict[str, list[str]], loop: str) -> int:
-    """How often a loop runs: the bound in its condition, which counts from 0."""
+    """How often a loop runs: as the compiler says, or else the bound in its condition, which counts from 0."""
+    if known := _KNOWN_TRIPS.search(loop):
+        return int(known[1])
     condition = _CONDITION.search(loop)
     bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", "\n".join(lines.get(condition[1], ()) if condition else ()))
     return max(map(int, bounds), default=1)

@@ -58,7 +58,8 @@ class Flags:
     print_config: bool = False
     """show the experiment with its overrides as JSON, and train nothing"""
     compile_only: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
-    """compile the step for a TPU slice such as v5p:4x4x4, without a TPU, and tell its memory and least time"""
+    """compile the step for a TPU slice such as v5p:4x4x4, or for GPUs such as h100:8, that need not be there, and tell its memory
+    and least time"""
 
 
 @entry

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from wedlm_jax import ahead_of_time
+from wedlm_jax import absent_devices
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.loop import Program, run, start
@@ -44,7 +44,7 @@ def assert_no_copy_of_cache(text, cache):
 @pytest.mark.parametrize("decoder", ["ar", "verified"])
 def test_no_cache_is_copied(decoder, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
-    mesh = make_mesh(MeshConfig(), ahead_of_time.devices("v5e:1x1"))
+    mesh = make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1"))
     config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
     sizes = dict(
         slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter
@@ -73,7 +73,7 @@ def test_no_cache_is_copied(decoder, monkeypatch):
 @pytest.mark.parametrize("together", [1, 4])
 def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
-    mesh = make_mesh(MeshConfig(), ahead_of_time.devices("v5e:1x1"))
+    mesh = make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1"))
     config = DecodeConfig("verified", mask_token_id=511, stop_ids=(0,))
     context, slots = PROMPT + NEW, 256
     opened = functools.partial(

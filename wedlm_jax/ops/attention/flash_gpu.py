@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
+from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 
@@ -159,7 +160,15 @@ def _dense_backward(q_BTNH, k_BSKH, v_BSKH, visible_BTS, lse_BTN, delta_BTN, d_o
 
 
 def _kernels_of_this_gpu(dtype: jnp.dtype) -> Kernels:
-    return sm90() if _module("gpu_utils").is_sm90() and dtype in (jnp.bfloat16, jnp.float16) else triton()
+    return sm90() if _is_hopper() and dtype in (jnp.bfloat16, jnp.float16) else triton()
+
+
+def _is_hopper() -> bool:
+    """The GPU that is here; where none is, the one that is compiled for."""
+    absent = jax.sharding.get_abstract_mesh().abstract_device
+    if absent is None or jax.default_backend() in PLATFORMS["tokamax"]:
+        return _module("gpu_utils").is_sm90()
+    return any(name in absent.device_kind for name in ("H100", "H200", "GH200"))
 
 
 def _module(name: str) -> ModuleType:

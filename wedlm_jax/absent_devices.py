@@ -1,0 +1,146 @@
+"""Accelerators that need not be there: their data sheets, and devices of theirs to compile for.
+
+libtpu compiles without a TPU, and jax's CUDA plugin without a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+
+import jax
+from jax.experimental import topologies
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.metrics.throughput import peak_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The data sheet of one chip."""
+
+    name: str  # as jax calls the device
+    hbm: float  # bytes
+    hbm_bandwidth: float  # bytes/s
+    links: str  # how chips are linked
+    link_bandwidth: float  # bytes/s that it can send over all its links
+    gpu: Gpu | None = None  # None: a TPU
+
+    @property
+    def flops(self) -> float:
+        """bfloat16 FLOP/s."""
+        flops = peak_flops(self.name)
+        assert flops is not None
+        return flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA reads of a GPU: the properties that CUDA reports of it."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    clock_ghz: float
+    l2_cache: int  # bytes
+    shared_memory: int  # bytes of a multiprocessor; a block may have all but a KiB
+    cores: int = 128  # float32, of a multiprocessor
+
+
+HOPPER = Gpu((9, 0), multiprocessors=132, clock_ghz=1.98, l2_cache=50 * 2**20, shared_memory=228 * 2**10)
+AMPERE = Gpu((8, 0), multiprocessors=108, clock_ghz=1.41, l2_cache=40 * 2**20, shared_memory=164 * 2**10, cores=64)
+
+# cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), nvidia.com/data-center; read in November 2026. NVLink's
+# sheets count both directions.
+CHIPS = {
+    "v5e": Chip("TPU v5e", 16 * 2**30, 819e9, "ICI", 1600e9 / 8),
+    "v5p": Chip("TPU v5p", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8),
+    "v6e": Chip("TPU v6e", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, AMPERE),
+    "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, HOPPER),
+    "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, HOPPER),
+}
+ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
+
+
+def chip_of(topology: str) -> Chip:
+    return CHIPS[topology.partition(":")[0]]
+
+
+def canonical(topology: str) -> str:
+    """KIND:SHAPE with the alias of KIND resolved.
+
+    Raises:
+      UserError: it is not of this form, or of a kind that is not known.
+    """
+    kind, _, shape = topology.partition(":")
+    kind = ALIASES.get(kind, kind)
+    gpu = kind in CHIPS and CHIPS[kind].gpu is not None
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"\d+(x\d+){1,2}", shape):
+        known = ", ".join([*CHIPS, *ALIASES])
+        raise UserError(
+            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 or, of two "
+            f"machines, h100:2x8, with KIND of {known}"
+        )
+    return f"{kind}:{shape}"
+
+
+def devices(topology: str) -> list[jax.Device]:
+    """Those of a slice, or of machines with GPUs, that need not be there, to compile for.
+
+    Args:
+      topology: as `canonical` gives it.
+
+    Raises:
+      UserError: there is no compiler for them here, or it knows no such slice.
+    """
+    chip = chip_of(topology)
+    return _tpus(topology) if chip.gpu is None else _gpus(chip, chip.gpu, topology.partition(":")[2])
+
+
+def _tpus(topology: str) -> list[jax.Device]:
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise UserError(
+            "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
+            "(it needs no TPU)"
+        )
+    # No TPU is touched, so several may compile side by side.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+    # libtpu takes hosts of 2 x 2 chips unless it is told that there is but one chip.
+    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if set(topology.partition(":")[2]) == {"1", "x"} else {}
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
+    except Exception as error:  # libtpu raises several types for shapes that no slice has
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"topology {topology}: libtpu knows no such slice ({reason})") from None
+
+
+def _gpus(chip: Chip, gpu: Gpu, shape: str) -> list[jax.Device]:
+    if not has_gpu_compiler():
+        raise UserError(
+            "--compile-only needs jax's CUDA plugin, which is not installed; pip install 'wedlm_jax[cuda]', or of the same "
+            "versions as jax jax-cuda12-plugin and jax-cuda12-pjrt with --no-deps, and nvidia-cuda-nvcc-cu12 (they need no GPU)"
+        )
+    machines, _, of_each = shape.rpartition("x")
+    major, minor = gpu.capability
+    target = f"""
+        gpu_device_info {{
+          cuda_compute_capability {{ major: {major} minor: {minor} }}
+          core_count: {gpu.multiprocessors} fpus_per_core: {gpu.cores} clock_rate_ghz: {gpu.clock_ghz}
+          memory_bandwidth: {chip.hbm_bandwidth:.0f} device_memory_size: {chip.hbm:.0f} l2_cache_size: {gpu.l2_cache}
+          shared_memory_per_core: {gpu.shared_memory} shared_memory_per_block_optin: {gpu.shared_memory - 1024}
+          shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        }}
+        platform_name: "CUDA" device_description_str: "{chip.name}"
+        dnn_version_info {{ major: 9 minor: 8 }} runtime_version {{ major: 12 minor: 8 }}
+    """
+    named = dict(target_config=target, topology=f"1x{machines or 1}x{of_each}")
+    return list(topologies.get_topology_desc(platform="cuda", **named).devices)
+
+
+def has_gpu_compiler() -> bool:
+    """Whether jax's CUDA plugin is installed."""
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
