@@ -1,20 +1,24 @@
 """Decoding compiled for a GPU that is not there: a forward reads the weights and the used part of the cache, where they lie."""
 
+import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.model import weights as weights_module
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
 from wedlm_jax.model.slot_cost import ON_ACCELERATOR
-from wedlm_jax.model.weights import Weights, with_layers_apart
+from wedlm_jax.model.weights import Weights
 from wedlm_jax.ops.attention import trial
-from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
+from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 pytestmark = pytest.mark.skipif(
     not has_gpu_compiler(), reason="jax's CUDA plugin is not installed: requirements-gpu-compiler.txt"
@@ -41,44 +45,51 @@ OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(", re.MULTIL
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The text of the loop, or of prefill, and the shape of a layer's cache; `apart` as on a GPU with room for it."""
+    """The text of the loop, or of prefill, for so many GPUs that share the heads, and the shape of a layer's cache on each;
+    `apart` as where there is room for it."""
     monkeypatch.setattr(trial, "failure", lambda *_: None)  # as on a GPU where the kernel is right
-    mesh = make_mesh(MeshConfig(), devices("h100:1"))
+    monkeypatch.setattr(weights_module, "CPU", ())  # this machine's devices taken for GPUs
+    monkeypatch.setattr(weights_module, "GPUS", ("cpu",))
 
-    def on_gpu(tree):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
-
-    def compile(decoder, apart=True, prefill=False):
+    def compile(decoder, *, gpus=1, apart=True, prefill=False):
+        monkeypatch.setattr(weights_module, "_has_room_for", lambda arrays: apart)
+        here, there = (
+            make_mesh(MeshConfig(data=1, tensor=gpus), some) for some in (jax.devices()[:gpus], devices(f"h100:{gpus}"))
+        )
+        params = init_params(MODEL, 0)
+        shardings = param_shardings(here, param_axes(MODEL), {name: x.shape for name, x in params.items()})
+        weights = Weights.of(transformer_from(MODEL, jax.device_put(params, shardings)))
+        arrays, structure = weights.tree_flatten()
+        weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
         config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
         sizes = dict(
             slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter
         )
-
-        def prefilled(*arguments):
-            with on_mesh(mesh):
-                return start(*arguments, **sizes)
-
-        def decoded(*arguments):
-            with on_mesh(mesh):
-                return run(Program.of(config), *arguments)
-
-        transformer = transformer_from(MODEL, init_params(MODEL, 0))
-        monkeypatch.setattr("wedlm_jax.model.weights.LARGE", 2**40)  # apart here or not at all
-        weights = on_gpu(Weights.of(with_layers_apart(transformer) if apart else transformer))
-        settings = on_gpu(RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR))
-        prompts = on_gpu((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)))
-        state = on_gpu(jax.eval_shape(prefilled, weights, *prompts, settings))
-        if prefill:
-            lowered = jax.jit(prefilled).lower(weights, *prompts, settings)
-        else:
-            lowered = jax.jit(decoded, donate_argnums=1).lower(weights, state, settings)
-        return lowered.compile().as_text(), shape(jax.tree.leaves(state.cache)[0])
+        given = RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR)
+        settings, tokens, lengths = jax.tree.map(
+            lambda x: abstract(x, there), (given, jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32))
+        )
+        started = start.lower(weights, tokens, lengths, settings, **sizes).compile()
+        state = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            jax.eval_shape(functools.partial(start, **sizes), weights, tokens, lengths, settings),
+            started.output_shardings,
+        )
+        program = started if prefill else run.lower(Program.of(config), weights, state, settings).compile()
+        cache = jax.tree.leaves(state.cache)[0]
+        return program.as_text(), shape(cache.sharding.shard_shape(cache.shape))
 
     return compile
 
 
-def shape(array) -> str:
-    return f"bf16[{','.join(map(str, array.shape))}]"
+def abstract(x, mesh):
+    """An array on devices that are not there, cut as it is cut here."""
+    cut = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, cut))
+
+
+def shape(sizes) -> str:
+    return f"bf16[{','.join(map(str, sizes))}]"
 
 
 def body_of_loop(text: str) -> str:
@@ -87,36 +98,46 @@ def body_of_loop(text: str) -> str:
     return re.search(rf"^%?{re.escape(body)} \(.*?^\}}", text, re.M | re.S)[0]
 
 
-def weight_shapes() -> list[str]:
-    """Of one layer's matrices."""
-    layers = {name: x for name, x in init_params(MODEL, 0).items() if name.startswith("layers.")}
-    return [shape(x[:1]) for x in layers.values() if x.ndim > 2] + [shape(x[0]) for x in layers.values() if x.ndim > 2]
+def weight_shapes(gpus: int = 1) -> tuple[str, ...]:
+    """Of one layer's matrices on one GPU, by itself and as a slice of the stack."""
+    mesh = make_mesh(MeshConfig(data=1, tensor=gpus), jax.devices()[:gpus])
+    shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(MODEL, 0)).items()}
+    cuts = param_shardings(mesh, param_axes(MODEL), shapes)
+    matrices = [name for name, sizes in shapes.items() if name.startswith("layers.") and len(sizes) > 2]
+    of_a_gpu = [cuts[name].shard_shape(shapes[name])[1:] for name in matrices]
+    return *(shape(sizes) for sizes in of_a_gpu), *(shape((1, *sizes)) for sizes in of_a_gpu)
 
 
-@pytest.mark.parametrize("decoder", ["ar", "verified"])
-def test_a_forward_copies_no_weights_and_no_cache_and_asks_the_host_nothing(compiled, decoder):
-    loop, cache = compiled(decoder)
-    body = body_of_loop(loop)
-    assert cache in body and any(weight in body for weight in weight_shapes()), "the search can find"
-    written = [(result, operation) for result, operation in OPERATION.findall(body) if operation not in FREE]
-    assert [result for result, _ in written if any(result.startswith(weight) for weight in weight_shapes())] == []
+def written_in(body: str) -> list[tuple[str, str]]:
+    """What its kernels and copies write, and which operation does."""
+    return [(result, operation) for result, operation in OPERATION.findall(body) if operation not in FREE]
+
+
+@pytest.mark.parametrize(("decoder", "gpus"), [("ar", 1), ("verified", 1), ("verified", 2)])
+def test_a_forward_copies_no_weights_and_no_cache_and_asks_the_host_nothing(compiled, decoder, gpus):
+    loop, cache = compiled(decoder, gpus=gpus)
+    body, weights = body_of_loop(loop), weight_shapes(gpus)
+    assert cache in body and any(weight in body for weight in weights), "the search can find"
+    written = written_in(body)
+    assert [result for result, _ in written if result.startswith(weights)] == []
     # The cache is the result of the scatters that write the window into it, two in a layer, and of nothing else.
     assert sum(result.startswith(cache) for result, _ in written) == 2 * MODEL.num_layers
     assert " conditional(" not in loop and len(re.findall(r" while\(", loop)) == 1
     assert [line for line in loop.splitlines() if cache in line and (" copy(" in line or "transpose" in line)] == []
     kernels = [operation for _, operation in written if operation in ("fusion", "custom-call", "copy")]
     assert len(kernels) <= 20 * MODEL.num_layers + 60, "each of them takes microseconds to start"
+    sums = [operation for _, operation in written if operation.endswith("-start") or operation == "all-reduce"]
+    assert len(sums) <= (0 if gpus == 1 else 2 * MODEL.num_layers + 10)
 
 
 def test_in_a_scan_every_layers_weights_would_be_copied(compiled):
     """What `with_layers_apart` is for, and proof that the search above finds it."""
     loop, _ = compiled("ar", apart=False)
-    copied = [result for result, operation in OPERATION.findall(loop) if operation == "fusion"]
-    assert any(result.startswith(weight) for result in copied for weight in weight_shapes())
+    assert any(result.startswith(weight_shapes()) for result, _ in written_in(loop))
 
 
 def test_prefill_copies_no_weights_and_writes_the_cache_where_it_lies(compiled):
-    body = body_of_loop((found := compiled("verified", prefill=True))[0])
-    written = [(result, operation) for result, operation in OPERATION.findall(body) if operation not in FREE]
-    assert [result for result, _ in written if any(result.startswith(weight) for weight in weight_shapes())] == []
-    assert sum(result.startswith(found[1]) for result, _ in written) == 2 * MODEL.num_layers
+    text, cache = compiled("verified", prefill=True)
+    written = written_in(body_of_loop(text))
+    assert [result for result, _ in written if result.startswith(weight_shapes())] == []
+    assert sum(result.startswith(cache) for result, _ in written) == 2 * MODEL.num_layers

@@ -7,10 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from wedlm_jax import Model, generate
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
@@ -37,6 +39,20 @@ def test_several_devices_decode_what_one_decodes(loop, sizes):
     count = 2 if sizes["data"] == 1 else 8
     shared = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(**sizes), jax.devices()[:count]))
     assert shared.mesh is not None and shared.mesh.size == count
+    for ours, expected in zip(generate(shared, PROMPTS, config), alone, strict=True):
+        assert (ours.ids, ours.finish_reason, ours.stats) == (expected.ids, expected.finish_reason, expected.stats)
+
+
+def test_gpus_decode_alike_with_their_layers_apart(monkeypatch):
+    """As several devices hold them together; of a mesh of CPUs, taken for GPUs."""
+    config = config_of("verified", temperature=0.7, stop_ids=(5,))
+    alone = generate(tiny_model(0, EVEN), PROMPTS, config)
+    monkeypatch.setattr(rooms, "CPU", ())
+    monkeypatch.setattr(rooms, "GPUS", ("cpu",))
+    monkeypatch.setattr(rooms, "_has_room_for", lambda arrays: True)
+    shared = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    with shared.weights.transformer() as transformer:
+        assert isinstance(transformer.layers, nnx.List)
     for ours, expected in zip(generate(shared, PROMPTS, config), alone, strict=True):
         assert (ours.ids, ours.finish_reason, ours.stats) == (expected.ids, expected.finish_reason, expected.stats)
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.handle import Model
 from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
 from wedlm_jax.model.patterns import CachedWindow, of_read
@@ -122,6 +123,68 @@ def test_over_a_mesh_the_stack_stays_and_its_devices_share_the_work(monkeypatch)
     assert weights.mesh == mesh
     with weights.transformer() as transformer:
         assert not isinstance(transformer.layers, nnx.List)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """This machine taken for one with GPUs; gives what sets their memory."""
+    monkeypatch.setattr(rooms, "CPU", ())
+    monkeypatch.setattr(rooms, "GPUS", ("cpu",))
+
+    class Device:
+        device_kind = "NVIDIA H100"
+
+        def __init__(self, left):
+            self.left = left
+
+        def memory_stats(self):
+            return {"bytes_limit": self.left + 100, "bytes_in_use": 100}
+
+    has_room_for = rooms._has_room_for
+
+    class Array:
+        def __init__(self, array, left):
+            self.nbytes, self.device = array.nbytes, Device(left)
+
+        def devices(self):
+            return {self.device}
+
+    def left(count):
+        monkeypatch.setattr(rooms, "_has_room_for", lambda arrays: has_room_for([Array(x, count) for x in arrays]))
+
+    return left
+
+
+@pytest.mark.parametrize("sizes", [None, dict(tensor=2, fsdp=4)], ids=["alone", "mesh"])
+def test_on_gpus_layers_lie_apart_where_half_of_the_memory_left_holds_a_copy(a_gpu, caplog, sizes):
+    given = params(TINY)
+    if sizes is not None:
+        mesh = make_mesh(MeshConfig(**sizes))
+        given = jax.device_put(given, param_shardings(mesh, param_axes(TINY), {k: x.shape for k, x in given.items()}))
+    transformer = transformer_from(TINY, given)
+    arrays = jax.tree.leaves(nnx.state(transformer.layers))
+    size = sum(x.addressable_data(0).nbytes for x in arrays)
+
+    def layers():
+        with Weights.of(transformer, rooms.ROWS_TO_TURN_FOR).transformer() as found:
+            return found.layers
+
+    a_gpu(2 * size - 1)
+    assert not isinstance(layers(), nnx.List)
+    assert "which takes up to three times as long" in caplog.text
+    a_gpu(2 * size)
+    apart = layers()
+    assert isinstance(apart, nnx.List) and not any(layer.mlp.up_proj.turned for layer in apart)
+    for number, layer in enumerate(apart):
+        for one, stack in zip(jax.tree.leaves(nnx.state(layer)), arrays, strict=True):
+            np.testing.assert_array_equal(one, stack[number])
+            assert one.addressable_data(0).shape == stack.addressable_data(0).shape[1:]
+
+
+def test_a_model_on_a_gpu_holds_one_copy_of_its_layers(a_gpu):
+    a_gpu(2**40)
+    model = Model(transformer_from(TINY, params(TINY)), TINY)
+    assert model.weights_for(1) is model.weights_for(rooms.ROWS_TO_TURN_FOR)
 
 
 def test_models_of_one_shape_share_their_programs():

@@ -19,7 +19,7 @@ from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
 from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
-from wedlm_jax.model.weights import ROWS_TO_TURN_FOR, Weights, mesh_of
+from wedlm_jax.model.weights import ROWS_TO_TURN_FOR, Weights, gains_from_turned_kernels, mesh_of
 
 CALIBRATION_FILE = "decoding.json"  # beside the weights, or beside the adapter
 
@@ -54,7 +54,8 @@ class Model:
 
     @functools.cached_property
     def _turned_weights(self) -> Weights:
-        return Weights.of(self.transformer, ROWS_TO_TURN_FOR)
+        gains = gains_from_turned_kernels(self.transformer, ROWS_TO_TURN_FOR)
+        return Weights.of(self.transformer, ROWS_TO_TURN_FOR) if gains else self.weights
 
     @functools.cached_property
     def slot_cost(self) -> float:

@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.slot_cost import PROCESSOR_CACHE
@@ -20,7 +20,7 @@ from wedlm_jax.sharding import on_mesh
 
 log = logging.getLogger(__name__)
 
-GPUS = ("gpu", "cuda", "rocm")  # as jax calls the platform of a device
+CPU, GPUS = ("cpu",), ("gpu", "cuda", "rocm")  # as jax calls the platform of a device
 
 # Parameters of the layers from which on a CPU they are held apart. Fewer are copied in no time, and compile sooner in a scan.
 LARGE = 2**20
@@ -60,11 +60,11 @@ class Weights:
 
     @classmethod
     def of(cls, transformer: Transformer, rows: int = 1) -> Weights:
-        """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned. On a
-        GPU that computes alone, with layers apart where there is room for a copy of them."""
+        """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned. On
+        GPUs with layers apart where there is room for a copy of them."""
         mesh = mesh_of(nnx.state(transformer))
-        if mesh is None and _gains_from_layers_apart(transformer):
-            transformer = with_layers_apart(transformer, turned=_gains_from_turned_kernels(transformer, rows))
+        if _gains_from_layers_apart(transformer, mesh):
+            transformer = with_layers_apart(transformer, turned=gains_from_turned_kernels(transformer, rows))
         graph, state = nnx.split(transformer)
         arrays, tree = jax.tree.flatten(state)
         structure = Structure(graph, tree, mesh)
@@ -95,19 +95,23 @@ def mesh_of(params: nnx.State) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) and mesh.size > 1 else None
 
 
-def _gains_from_layers_apart(transformer: Transformer) -> bool:
+def _gains_from_layers_apart(transformer: Transformer, mesh: Mesh | None) -> bool:
     if isinstance(transformer.layers, nnx.List):
         return False
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
+    if _lies_on(arrays[0], CPU):
+        return mesh is None and sum(x.size for x in arrays) >= LARGE
+    return _lies_on(arrays[0], GPUS) and _has_room_for([x.addressable_data(0) for x in arrays])
+
+
+def _lies_on(array: jax.Array, platforms: tuple[str, ...]) -> bool:
+    return all(device.platform in platforms for device in array.devices())
+
+
+def _has_room_for(arrays: list[jax.Array]) -> bool:
+    """Whether half of the memory that is left on their device holds a copy of them: the rest is for caches."""
     [device] = arrays[0].devices()
-    if device.platform == "cpu":
-        return sum(x.size for x in arrays) >= LARGE
-    return device.platform in GPUS and _has_room_for(sum(x.nbytes for x in arrays), device)
-
-
-def _has_room_for(copy: int, device: jax.Device) -> bool:
-    """Whether half of the memory that is left holds a copy of so many bytes: the rest is for caches."""
-    stats = device.memory_stats() or {}
+    stats, copy = device.memory_stats() or {}, sum(x.nbytes for x in arrays)
     left = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     if copy <= left / 2:
         return True
@@ -119,10 +123,10 @@ def _has_room_for(copy: int, device: jax.Device) -> bool:
     return False
 
 
-def _gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
+def gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
     """Whether the kernels of layers held apart on a CPU are turned for forwards over so many rows."""
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
-    on_cpu = all(device.platform == "cpu" for device in arrays[0].devices())
+    on_cpu = _lies_on(arrays[0], CPU)
     return on_cpu and rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < sum(x.nbytes for x in arrays) <= LARGEST_COPY
 
 
@@ -139,13 +143,8 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
     (benchmarks/RESULTS.md, "Kernels turned for decoding").
     """
     graph, stacked = transformer.split_stack()
-    [device] = jax.tree.leaves(stacked)[0].devices()
-    if device.platform == "cpu":
-        on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
-        take = lambda layer: jax.tree.map(lambda x: jax.device_put(x[layer], device, may_alias=True), on_host)  # noqa: E731
-    else:
-        take = lambda layer: jax.tree.map(lambda x: x[layer], stacked)  # noqa: E731
-    apart = [nnx.merge(graph, take(layer)) for layer in range(transformer.config.num_layers)]
+    of_layer = _views(stacked) if _lies_on(jax.tree.leaves(stacked)[0], CPU) else _copies(stacked)
+    apart = [nnx.merge(graph, of_layer(layer)) for layer in range(transformer.config.num_layers)]
     if turned:
         for layer in apart:
             for _, module in nnx.iter_modules(layer):
@@ -154,3 +153,21 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
     transformer = nnx.merge(*nnx.split(transformer))
     transformer.layers = nnx.List(apart)
     return transformer
+
+
+def _views(stacked: nnx.State) -> Callable[[int], nnx.State]:
+    """The parameters of a layer by its number, where they lie in the memory of the host."""
+    [device] = jax.tree.leaves(stacked)[0].devices()
+    on_host = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), stacked)
+    return lambda layer: jax.tree.map(lambda x: jax.device_put(x[layer], device, may_alias=True), on_host)
+
+
+def _copies(stacked: nnx.State) -> Callable[[int], nnx.State]:
+    """The same as copies, over a mesh cut as the stack is."""
+
+    def copy(layer: int, x: jax.Array) -> jax.Array:
+        if not isinstance(x.sharding, NamedSharding):
+            return x[layer]
+        return jax.device_put(x[layer], NamedSharding(x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:])))
+
+    return lambda layer: jax.tree.map(functools.partial(copy, layer), stacked)
