@@ -65,7 +65,8 @@ class StepReport:
     def lines(self) -> Iterator[str]:
         """The report for people, a line at a time."""
         chip = chip_of(self.topology)
-        yield f"{self.topology}: {self.chips} chips as {self.mesh}; compiled ahead of time in {self.compile_seconds:.0f} s"
+        chips = f"{self.chips} chip{'s' * (self.chips > 1)}"
+        yield f"{self.topology}: {chips} as {self.mesh}; compiled ahead of time in {self.compile_seconds:.0f} s"
         yield f"global batch         {self.tokens:,} tokens"
         for name in ("arguments", "outputs", "aliased", "temporaries", "code"):
             yield f"{name:<20} {_gigabytes(getattr(self, name))} a chip"

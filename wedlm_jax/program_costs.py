@@ -22,7 +22,9 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\(")
 _DEFINED = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\((.*?)\)")
 _MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert")  # the same array elsewhere
-_CALLED = re.compile(r"(?:calls|body|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_CALLED = re.compile(
+    r"(?:calls=|body=|to_apply=|true_computation=|false_computation=|branch_computations=\{)%?([\w.\-]+)"
+)
 _FUSED = re.compile(r"fusion\(.*calls=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -99,8 +101,9 @@ class Collective(NamedTuple):
         return self.nbytes * factor[self.kind]
 
 
-def collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program (`compiled.as_text()`)."""
+def runs_by_computation(text: str) -> dict[str, tuple[list[str], int]]:
+    """The computations of a compiled program (`compiled.as_text()`) by name: their lines, and how often each runs. A loop runs as
+    often as the compiler knows that it does, or once; of a conditional's branches the first."""
     lines: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -118,6 +121,14 @@ def collectives(text: str) -> list[Collective]:
         for line in lines.get(name, ()):
             trips = _trips(lines, line) if " while(" in line else 1
             pending += [(called, runs * trips) for called in _CALLED.findall(line)]
+    return {name: (body, times[name]) for name, body in lines.items()}
+
+
+def collectives(text: str) -> list[Collective]:
+    """The collectives of a compiled program (`compiled.as_text()`)."""
+    computations = runs_by_computation(text)
+    lines = {name: body for name, (body, _) in computations.items()}
+    times = {name: runs for name, (_, runs) in computations.items()}
     # What runs beside the products is cut into pieces, some of them fused, that name one channel: they are one collective. But
     # equal collectives of loops of their own, or side by side in one computation, may share a channel too.
     fused_in = {called: name for name, body in lines.items() for line in body for called in _FUSED.findall(line)}

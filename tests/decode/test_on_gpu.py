@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks import forward_for_gpu
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, start
@@ -141,3 +142,11 @@ def test_prefill_copies_no_weights_and_writes_the_cache_where_it_lies(compiled):
     written = written_in(body_of_loop(text))
     assert [result for result, _ in written if result.startswith(weight_shapes())] == []
     assert sum(result.startswith(cache) for result, _ in written) == 2 * MODEL.num_layers
+
+
+def test_the_benchmark_of_a_forward_finds_the_copies_of_a_stack_alone(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["forward_for_gpu", "--shape", "34m", "--slots", "1024"])
+    forward_for_gpu.main()
+    stack, apart, split = (line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[-3:])
+    assert [float(cells[1]) > 0 for cells in (stack, apart, split)] == [True, False, False]  # GB
+    assert [int(cells[3]) for cells in (stack, apart, split)] == [8, 8, 0]  # waits for the host, one in a layer

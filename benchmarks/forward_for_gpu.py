@@ -1,0 +1,145 @@
+"""What one decoding forward compiles to for a GPU that is not there, in three forms: of what it costs beside its products.
+
+    JAX_PLATFORMS=cpu python -m benchmarks.forward_for_gpu       # Qwen3-8B in bfloat16, 16 slots, an H100
+
+Compiled ahead of time by jax's CUDA plugin, never run. At batch 1 a forward is bound by the bytes of its weights, so it counts
+whether they are read once: a layer's matrix that a kernel writes was copied out of the stack, and is read, written and read
+again. Each kernel takes microseconds to start, and a condition or a loop whose length is data waits for the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+from benchmarks import shapes
+from benchmarks.side_by_side import print_table
+from wedlm_jax.absent_devices import canonical, chip_of, devices
+from wedlm_jax.errors import entry
+from wedlm_jax.model.kv_cache import Cache
+from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.patterns import CachedWindow
+from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.weights import Structure, Weights
+from wedlm_jax.ops.attention import Implementation, trial
+from wedlm_jax.program_costs import runs_by_computation
+from wedlm_jax.sharding import MeshConfig, make_mesh, replicated
+
+FORWARDS = 2  # of a call: more than one, so that they are a loop
+FORMS: dict[str, tuple[bool, Implementation]] = {  # whether layers lie apart, and attention
+    "layers in a stack, attention by XLA": (False, "xla"),
+    "layers apart, attention by XLA": (True, "xla"),
+    "layers apart, split kernel": (True, "auto"),
+}
+STARTED = ("fusion", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
+INSIDE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(")
+
+
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    shape: shapes.Name = "qwen3_8b"
+    topology: str = "h100:1"
+    window: int = 16
+    rows: int = 1
+    slots: int = 4096
+    """Of the cache."""
+
+
+@entry
+def main() -> None:
+    flags = tyro.cli(Flags, description=__doc__)
+    model = shapes.shape(flags.shape, dtype="bfloat16", param_dtype="bfloat16")
+    params = jax.eval_shape(lambda: init_params(model, 0))
+    nbytes = sum(x.size * x.dtype.itemsize for x in params.values())
+    chip = chip_of(canonical(flags.topology))
+    print_table(
+        f"{flags.topology}; {flags.shape}, bfloat16, {nbytes / 1e9:.1f} GB of weights, to read them once takes "
+        f"{1e3 * nbytes / chip.hbm_bandwidth:.1f} ms; {flags.rows} rows of {flags.window} slots, a cache of {flags.slots}",
+        ("", "GB of weights copied", "kernels", "waits for the host", "MB of temporaries", "s to compile"),
+        (row(name, flags, *FORMS[name]) for name in FORMS),
+    )
+
+
+def row(name: str, flags: Flags, apart: bool, attention: Implementation) -> tuple[str, ...]:
+    model = shapes.shape(flags.shape, dtype="bfloat16", param_dtype="bfloat16", attention=attention)
+    mesh = make_mesh(MeshConfig(data=1), devices(canonical(flags.topology)))
+
+    def transformer() -> Transformer:
+        built = transformer_from(model, init_params(model, 0))
+        if apart:
+            graph, stacked = built.split_stack()
+            layers = (jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(model.num_layers))
+            built.layers = nnx.List([nnx.merge(graph, layer) for layer in layers])
+        return built
+
+    def there(tree):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
+
+    graph, state = nnx.split(nnx.eval_shape(transformer))
+    arrays, tree = jax.tree.flatten(state)
+    weights = Weights([there(x) for x in arrays], Structure(graph, tree, mesh))
+
+    def empty_cache(weights: Weights) -> Cache:
+        with weights.transformer() as transformer:
+            return transformer.empty_cache(flags.rows, flags.slots)
+
+    def run(weights: Weights, tokens_BT: jax.Array, length_B: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        with weights.transformer() as transformer:
+
+            def forward(_: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+                tokens_BT, cache = carry
+                positions_BT, window = length_B[:, None] + jnp.arange(flags.window), CachedWindow(length_B)
+                hidden, cache = transformer.hidden(tokens_BT, positions=positions_BT, pattern=window, cache=cache)
+                return jnp.argmax(transformer.logits(hidden), axis=-1).astype(jnp.int32), cache
+
+            return jax.lax.fori_loop(0, FORWARDS, forward, (tokens_BT, cache))
+
+    tokens, length = jnp.zeros((flags.rows, flags.window), jnp.int32), jnp.zeros(flags.rows, jnp.int32)
+    given = weights, there(tokens), there(length), there(jax.eval_shape(empty_cache, weights))
+    start = time.monotonic()
+    with mock.patch.object(trial, "failure", lambda *_: None):  # as on a GPU where the kernel is right
+        compiled = jax.jit(run, donate_argnums=3).lower(*given).compile()
+    seconds = time.monotonic() - start
+    params = jax.eval_shape(lambda: init_params(model, 0))
+    matrices = {x.shape[1:] for name, x in params.items() if name.startswith("layers.") and x.ndim > 2}
+    copied = kernels = waits = 0
+    for result, operation, times in operations(compiled.as_text()):
+        kernels += times * (operation in STARTED)
+        waits += times * (operation == "conditional" or operation == "while of data")
+        for sizes in re.findall(r"bf16\[([\d,]+)\]", result) if operation in STARTED else ():
+            found = tuple(int(size) for size in sizes.split(","))
+            if found in matrices or (found[1:] in matrices and found[0] == 1):
+                copied += times * 2 * jnp.prod(jnp.array(found, float)).item()
+    return (
+        name,
+        f"{copied / FORWARDS / 1e9:.1f}",
+        f"{kernels / FORWARDS:.0f}",
+        f"{waits / FORWARDS:.0f}",
+        f"{compiled.memory_analysis().temp_size_in_bytes / 1e6:.0f}",
+        f"{seconds:.0f}",
+    )
+
+
+def operations(text: str) -> Iterator[tuple[str, str, int]]:
+    """Result, operation and how often it runs, of what the loop of forwards runs. Of a condition's branches the first counts, a
+    loop whose length is data runs once."""
+    computations = runs_by_computation(text)
+    inside_kernels = {name for lines, _ in computations.values() for line in lines for name in INSIDE.findall(line)}
+    for name, (lines, times) in computations.items():
+        for line in lines if times >= FORWARDS and name not in inside_kernels else ():
+            if match := OPERATION.match(line):
+                of_data = match[2] == "while" and "known_trip_count" not in line
+                yield match[1], "while of data" if of_data else match[2], times
+
+
+if __name__ == "__main__":
+    main()
