@@ -10,9 +10,10 @@ again. Each kernel takes microseconds to start, and a condition or a loop whose 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import jax
@@ -39,7 +40,7 @@ FORMS: dict[str, tuple[bool, Implementation]] = {  # whether layers lie apart, a
     "layers apart, attention by XLA": (True, "xla"),
     "layers apart, split kernel": (True, "auto"),
 }
-STARTED = ("fusion", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
+STARTED = ("fusion", "fusion-start", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
 INSIDE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(")
 
@@ -118,7 +119,7 @@ def row(name: str, flags: Flags, apart: bool, attention: Implementation) -> tupl
         for sizes in re.findall(r"bf16\[([\d,]+)\]", result) if operation in STARTED else ():
             found = tuple(int(size) for size in sizes.split(","))
             if found in matrices or (found[1:] in matrices and found[0] == 1):
-                copied += times * 2 * jnp.prod(jnp.array(found, float)).item()
+                copied += times * 2 * math.prod(found)
     return (
         name,
         f"{copied / FORWARDS / 1e9:.1f}",
@@ -135,10 +136,20 @@ def operations(text: str) -> Iterator[tuple[str, str, int]]:
     computations = runs_by_computation(text)
     inside_kernels = {name for lines, _ in computations.values() for line in lines for name in INSIDE.findall(line)}
     for name, (lines, times) in computations.items():
-        for line in lines if times >= FORWARDS and name not in inside_kernels else ():
-            if match := OPERATION.match(line):
-                of_data = match[2] == "while" and "known_trip_count" not in line
-                yield match[1], "while of data" if of_data else match[2], times
+        if times >= FORWARDS and name not in inside_kernels:
+            yield from ((result, operation, times) for result, operation in operations_of(lines))
+
+
+def operations_of(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Result and operation of each line of a computation. Of what is started beside others, operands and result are listed: here
+    the result alone."""
+    for line in lines:
+        if match := OPERATION.match(line):
+            result, operation = match.groups()
+            if operation.endswith("-start") and result.startswith("(("):
+                result = result.partition("), ")[2]
+            of_data = operation == "while" and "known_trip_count" not in line
+            yield result, "while of data" if of_data else operation
 
 
 if __name__ == "__main__":

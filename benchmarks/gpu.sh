@@ -57,7 +57,7 @@ if $smoke; then
 else
   kernels=(xla)
   if has tokamax; then kernels+=(tokamax); fi
-  decoding=(xla tokamax) # that kernel is jax's own
+  decoding=(xla tokamax) # that kernel is our own
   correctness=()
   attention=(--lengths 4096 --heads 16 --kv-heads 8 --head-dim 128 --dtype bfloat16)
   loss=(--rows 8192 --width 2048 --vocab-size 151936 --dtype bfloat16)

@@ -41,7 +41,6 @@ FREE = (
     "copy-start",
     "copy-done",
 )
-OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(", re.MULTILINE)
 
 
 @pytest.fixture
@@ -111,7 +110,8 @@ def weight_shapes(gpus: int = 1) -> tuple[str, ...]:
 
 def written_in(body: str) -> list[tuple[str, str]]:
     """What its kernels and copies write, and which operation does."""
-    return [(result, operation) for result, operation in OPERATION.findall(body) if operation not in FREE]
+    found = forward_for_gpu.operations_of(body.splitlines())
+    return [(result, operation) for result, operation in found if operation not in FREE]
 
 
 @pytest.mark.parametrize(("decoder", "gpus"), [("ar", 1), ("verified", 1), ("verified", 2)])
