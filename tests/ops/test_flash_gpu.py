@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks import correctness
 from tests.ops.cuda import lowered_for_cuda
@@ -244,6 +245,13 @@ def test_hopper_kernels_are_taken_on_hopper_and_for_half_precision_alone(monkeyp
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
             expected = sm90() if hopper and dtype != jnp.float32 else triton()
             assert flash_gpu._kernels_of_this_gpu(jnp.dtype(dtype)) is expected
+
+
+@pytest.mark.parametrize(("kind", "kernels"), [("NVIDIA H100 80GB HBM3", sm90), ("NVIDIA A100-SXM4-80GB", triton)])
+def test_where_no_gpu_is_the_one_that_is_compiled_for_decides(kind, kernels):
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert flash_gpu._kernels_of_this_gpu(jnp.dtype(jnp.bfloat16)) is kernels()
 
 
 def test_shapes_that_the_kernels_cannot_do_are_told_with_the_reason(monkeypatch):
