@@ -101,7 +101,9 @@ def _gains_from_layers_apart(transformer: Transformer, mesh: Mesh | None) -> boo
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
     if _lies_on(arrays[0], CPU):
         return mesh is None and sum(x.size for x in arrays) >= LARGE
-    return _lies_on(arrays[0], GPUS) and _has_room_for([x.addressable_data(0) for x in arrays])
+    # Several processes must decide alike, and each sees its own memory: these keep the stack.
+    alone = all(x.is_fully_addressable for x in arrays)
+    return alone and _lies_on(arrays[0], GPUS) and _has_room_for([x.addressable_data(0) for x in arrays])
 
 
 def _lies_on(array: jax.Array, platforms: tuple[str, ...]) -> bool:

@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
     """Why the kernels are not to be used on this machine's GPU for such heads, or None if they are right.
 
-    May be called while something is traced, inside a mesh too.
+    May be called while something is traced, inside a mesh too. Processes of one run, whose GPUs are of one kind, come to the same
+    answer.
     """
     if jax.default_backend() not in PLATFORMS["tokamax"]:
         return "no GPU is here to try it on"
