@@ -129,7 +129,9 @@ def test_the_kernel_lowers_for_cuda(head_dim):
     q = jax.ShapeDtypeStruct((2, 16, 32, head_dim), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((1, 2, 8, 1024, head_dim), jnp.bfloat16)
     end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
-    assert "triton" in lowered_for_cuda(functools.partial(attend_split, layer=0), q, keys, keys, end_BT=end)
+    text = lowered_for_cuda(functools.partial(attend_split, layer=0), q, keys, keys, end_BT=end)
+    assert "triton" in text
+    assert text.count("stablehlo.optimization_barrier") == 1
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "not split"])

@@ -94,7 +94,7 @@ def attend_split(
         interpret=interpret,
         name="attend_split",
     )(jnp.reshape(jnp.asarray(layer, jnp.int32), 1), q_BKRH, end_BKR, k_LBKSH, v_LBKSH)
-    # As around jax's own decode kernel: without the barrier XLA has made NaN or other wrong values of what such a kernel returned.
+    # As behind jax's own decode kernel: without the barrier XLA has made NaN or other wrong values of what such a kernel gave.
     peak_BKR1 = jax.lax.optimization_barrier(jnp.max(lse_BKRP, axis=-1, keepdims=True))
     shares_BKRP = jnp.exp(lse_BKRP - peak_BKR1)
     out_BKRH = jnp.sum(out_BKRPH * shares_BKRP[..., None], axis=3) / jnp.sum(shares_BKRP, axis=-1, keepdims=True)
