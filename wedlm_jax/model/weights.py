@@ -99,15 +99,16 @@ def _gains_from_layers_apart(transformer: Transformer, mesh: Mesh | None) -> boo
     if isinstance(transformer.layers, nnx.List):
         return False
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
-    if _lies_on(arrays[0], CPU):
+    if _lie_on(arrays, CPU):
         return mesh is None and sum(x.size for x in arrays) >= LARGE
     # Several processes must decide alike, and each sees its own memory: these keep the stack.
     alone = all(x.is_fully_addressable for x in arrays)
-    return alone and _lies_on(arrays[0], GPUS) and _has_room_for([x.addressable_data(0) for x in arrays])
+    return alone and _lie_on(arrays, GPUS) and _has_room_for([x.addressable_data(0) for x in arrays])
 
 
-def _lies_on(array: jax.Array, platforms: tuple[str, ...]) -> bool:
-    return all(device.platform in platforms for device in array.devices())
+def _lie_on(arrays: list[jax.Array], platforms: tuple[str, ...]) -> bool:
+    """Whether they do, all on the devices of the first."""
+    return all(device.platform in platforms for array in arrays[:1] for device in array.devices())
 
 
 def _has_room_for(arrays: list[jax.Array]) -> bool:
@@ -128,7 +129,7 @@ def _has_room_for(arrays: list[jax.Array]) -> bool:
 def gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
     """Whether the kernels of layers held apart on a CPU are turned for forwards over so many rows."""
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
-    on_cpu = _lies_on(arrays[0], CPU)
+    on_cpu = _lie_on(arrays, CPU)
     return on_cpu and rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < sum(x.nbytes for x in arrays) <= LARGEST_COPY
 
 
@@ -145,7 +146,7 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
     (benchmarks/RESULTS.md, "Kernels turned for decoding").
     """
     graph, stacked = transformer.split_stack()
-    of_layer = _views(stacked) if _lies_on(jax.tree.leaves(stacked)[0], CPU) else _copies(stacked)
+    of_layer = _views(stacked) if _lie_on(jax.tree.leaves(stacked), CPU) else _copies(stacked)
     apart = [nnx.merge(graph, of_layer(layer)) for layer in range(transformer.config.num_layers)]
     if turned:
         for layer in apart:
