@@ -46,7 +46,6 @@ from wedlm_jax.errors import entry
 from wedlm_jax.evals.row_cost import forward_program, in_turns, median_ratio, row_costs
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.ops.categorical import entropy
@@ -143,7 +142,7 @@ def speed(flags: Flags, models: dict[str, Model]) -> None:
         prompts = [encode_prompt(model, problem.prompt) for problem in task(name).problems(flags.limit, 0)]
         config = DecodeConfig("verified", window_size=window, max_new_tokens=flags.max_new_tokens)
         recorder = dataclasses.replace(model)
-        recorder.slot_cost = of.slot_cost  # what an automatic window goes by
+        recorder.window_table = of.window_table  # what an automatic window goes by
         recorded = [steps_of(recorder, prompt, config) for prompt in prompts]
         rows.append((label, name, str(window), *against_ar(of, recorded, config, flags, replays=of is not model)))
     print_table(
@@ -180,7 +179,7 @@ def against_ar(
     tokens, forwards = sum(sum(s.emitted) for s in recorded), sum(len(s.emitted) for s in recorded)
     fed = [slots for s in recorded for slots in s.fed]
     context = round(statistics.mean(len(s.prompt) + sum(s.emitted) / 2 for s in recorded))
-    sizes = dict(rows=1, context=context, allocated=context + 2 * config.slots(model.slot_cost))
+    sizes = dict(rows=1, context=context, allocated=context + 2 * config.slots(model.window_table))
     params = params_of(model.transformer)
     programs = {n: forward_program(model.config, params, slots=n, **sizes) for n in sorted({1, *fed})}
     ar_config = dataclasses.replace(config, decoder="ar", window_size=16)
@@ -214,9 +213,9 @@ def decode(model: Model, recorded: Sequence[Steps], config: DecodeConfig, *, rep
         state = jax.block_until_ready(replay(batch, steps) if replays else batch.run())
         seconds += time.perf_counter() - start
         assert int(state.generated[0]) == generated
-        assert config.decoder == "ar" or int(state.processed[0]) == masks_in_prefill(config, 1, model.slot_cost) + sum(
-            steps.fed
-        )
+        assert config.decoder == "ar" or int(state.processed[0]) == masks_in_prefill(
+            config, 1, model.window_table
+        ) + sum(steps.fed)
     return seconds
 
 
@@ -239,7 +238,7 @@ def _replay(
         text, _ = with_text(state, settings, settings.window_size)  # for its time: what was recorded has chosen already
         state = dataclasses.replace(state, window=text.window, filled=slots < lead[:, None])
         state, reading = window_forward(
-            transformer, state, settings, fed, slots < fed[:, None], widths=widths(C, slot_cost(transformer), settings.adapts),
+            transformer, state, settings, fed, slots < fed[:, None], widths=widths(C, 1, settings.window_table, settings.adapts),
             most_read=C, score=entropy,
         )  # fmt: skip
         state, kept = emit(state, settings, reading.tokens, accepted, reading.log_probs)

@@ -11,8 +11,12 @@ from wedlm_jax import DecodeConfig, calibrate, generate, load, save
 from wedlm_jax.checkpoint import Checkpoints, ModelFile
 from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.decode.calibration import Calibration, read_calibration, write_calibration
-from wedlm_jax.model.handle import CALIBRATION_FILE
+from wedlm_jax.decode.measured_windows import device_name, read_measured_windows, windows_in_use, write_measured_windows
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals import windows
+from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 from wedlm_jax.model.parameters import init_params
+from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable, presumed_table
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.train_state import new_state
 
@@ -134,9 +138,9 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
         (("--max-disagreement", "1"), "--max-disagreement 1"),
         (("--limit", "0"), "--limit 0"),
         (("--batch-size", "0"), "--batch-size 0"),
-        (("--decoder", "verified"), "decoder=verified: only plain streaming can be calibrated"),
-        (("--verify", "fallback"), "verify=fallback: only plain streaming can be calibrated"),
-        (("--fill-rule", "sum"), "fill_rule=sum: only plain streaming can be calibrated"),
+        (("--decoder", "blockwise"), "decoder=blockwise: only plain streaming and verified decoding can be calibrated"),
+        (("--verify", "fallback"), "verify=fallback: only plain streaming and verified decoding can be calibrated"),
+        (("--fill-rule", "sum"), "fill_rule=sum: only plain streaming and verified decoding can be calibrated"),
         (("--entropy-threshold", "0.4"), "--entropy-threshold: tau and lambda are what is chosen here; leave it out"),
         (("--entropy-threshold", "none"), "--entropy-threshold: tau and lambda are what is chosen here; leave it out"),
         (("--distance-penalty", "0.5"), "--distance-penalty: tau and lambda are what is chosen here; leave it out"),
@@ -164,3 +168,107 @@ def test_a_prompt_that_does_not_fit_is_told_before_any_other_is_decoded(call, fo
     message = capsys.readouterr().err
     assert exit.value.code == 2 and message.count("\n") == 1
     assert "in.jsonl:3: 1200 prompt tokens + max_new_tokens=9" in message
+
+
+@pytest.fixture
+def call_windows(folder, monkeypatch):
+    monkeypatch.setattr(windows, "SLOTS", (8, 16))
+    monkeypatch.setattr(calibrate, "ROUNDS", 1)
+
+    def run(*flags):
+        names = ("--model", str(folder / "model"), "--data", str(folder / "in.jsonl"), "--decoder", "verified")
+        monkeypatch.setattr("sys.argv", ["calibrate", *names, "--max-new-tokens", "9", *flags])
+        calibrate.main()
+        return load(folder / "model")
+
+    return run
+
+
+def test_windows_are_measured_stored_and_used_where_they_were_measured(call_windows, folder, capsys, monkeypatch):
+    model = call_windows()
+    measured, here = model.measured_windows, device_name(model)
+    assert f"{folder / 'model' / WINDOWS_FILE}, for {folder / 'model'} on {here}" in capsys.readouterr().out
+    table = model.window_table
+    assert (
+        table == WindowTable(measured.costs[here], measured.accepted, measured.fed) != presumed_table(model.transformer)
+    )
+    assert [slots for slots, _ in table.costs] == [1, 8, 16] and table.costs[0] == (1, 1.0)
+
+    prompts = ["Anna has 3 apples.", [5, 6, 7]]
+    for window, accepted, fed in zip(AUTO_WINDOWS, measured.accepted, measured.fed, strict=True):
+        found = generate(model, prompts, DecodeConfig("verified", window_size=window, max_new_tokens=9), trace=True)
+        forwards = [entry for completion in found for entry in completion.trace]
+        assert accepted == sum(len(c.ids) for c in found) / len(forwards)
+        assert fed == sum(len(entry["window"]) for entry in forwards) / len(forwards)
+    assert measured.tokens == sum(len(c.ids) for c in found)
+
+    auto = DecodeConfig("verified", window_size="auto")
+    assert (
+        windows_in_use(model, [auto]) == [f"windows as measured on {here}"]
+        and windows_in_use(model, [DecodeConfig()]) == []
+    )
+    save(model, folder / "again")
+    assert load(folder / "again").measured_windows == measured
+
+    # On another device what windows accept is known still, and what they cost there is added to what was measured here.
+    monkeypatch.setattr("wedlm_jax.decode.measured_windows._processor", lambda: "another")
+    elsewhere = load(folder / "model")
+    assert elsewhere.window_table == presumed_table(elsewhere.transformer)
+    assert (
+        f"were measured on {here}, not on {device_name(elsewhere)}; python -m" in windows_in_use(elsewhere, [auto])[0]
+    )
+    assert set(call_windows().measured_windows.costs) == {here, device_name(elsewhere)}
+
+
+def test_windows_of_other_weights_are_named_and_not_used(call_windows, folder):
+    measured = call_windows().measured_windows
+    save(tiny_model(seed=1), folder / "other")
+    write_measured_windows(folder / "other", measured, tiny_model())
+    with pytest.warns(UserWarning, match="windows.json was measured on other weights than these .* not used"):
+        model = load(folder / "other")
+    assert model.window_table == presumed_table(model.transformer)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"accepted": [1.0, 2.0, 3.0]},
+        {"fed": [1.0, 2.0, 3.0, "4"]},
+        {"fed": None},
+        {"costs": {"cpu": [[1, 1.0]]}},
+        {"costs": {"cpu": [[1, 1.0], [8, 0.5]]}},
+        {"costs": {"cpu": [[8, 1.0], [1, 2.0]]}},
+        {"costs": [[1, 1.0], [8, 2.0]]},
+        {"more": 1},
+    ],
+)
+def test_a_file_of_windows_that_is_not_ours_is_named_with_the_mend(folder, changed):
+    whole = {
+        "accepted": [1, 2, 3, 4],
+        "fed": [1, 2, 3, 4],
+        "tokens": 5,
+        "costs": {"cpu": [[1, 1.0], [8, 2.0]]},
+        "weights": "",
+    }
+    file = folder / "model" / WINDOWS_FILE
+    file.write_text(json.dumps(whole))
+    assert read_measured_windows(folder / "model").costs == {"cpu": ((1, 1.0), (8, 2.0))}
+    file.write_text(json.dumps(whole | changed))
+    with pytest.raises(UserError, match=r"windows.json: holds no measured windows .* delete it; python") as raised:
+        load(folder / "model")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-disagreement", "0.1"), "--max-disagreement 0.1: verified decoding never disagrees; leave it out"),
+        (("--window-size", "8"), "window_size=8: windows are measured as verified decoding is by itself; leave it out"),
+        (("--no-text-drafts",), "text_drafts=False: windows are measured as verified"),
+    ],
+)
+def test_what_measured_windows_do_not_depend_on_is_refused(call_windows, folder, capsys, flags, message):
+    with pytest.raises(SystemExit) as stopped:
+        call_windows(*flags)
+    assert stopped.value.code and message in capsys.readouterr().err
+    assert not (folder / "model" / WINDOWS_FILE).exists()

@@ -1,6 +1,9 @@
-"""Choose tau and lambda of streaming decoding by the model's own AR agreement, and store them beside the weights.
+"""Measure what a model's decoding is best set to, on your own prompts, and store it beside the weights.
 
-python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --max-disagreement 0.005
+python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --max-disagreement 0.005   tau and lambda of streaming decoding,
+    by the model's own AR agreement: decoding.json
+python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --decoder verified   what window_size=auto goes by: what each
+    window accepts, and what a forward costs on this device: windows.json
 """
 
 from __future__ import annotations
@@ -20,27 +23,41 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import bucket, make_request
+from wedlm_jax.decode.measured_windows import MeasuredWindows, device_name, write_measured_windows
 from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.agreement import disagreements
+from wedlm_jax.evals.windows import acceptance, forward_costs, mean_context
 from wedlm_jax.flags import AdapterFlag, parse, require_positive
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
 
 THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
 PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
+ROUNDS = 5  # in which forwards are timed
+ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
+FREE = (
+    "max_new_tokens",
+    "stop",
+    "stop_ids",
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+)  # whatever windows are measured with
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibrate:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory or workdir of wedlm_jax.train; decoding.json is written there, or beside its adapter."""
+    """HF directory or workdir of wedlm_jax.train; decoding.json or windows.json is written there, or beside its adapter."""
     data: Annotated[Path, tyro.conf.arg(metavar="IN.jsonl")]
     """Prompts such as the model will get, a line each, as for wedlm_jax.generate --input."""
     adapter: AdapterFlag = None
     max_disagreement: float = 0.005
-    """The largest share of tokens that AR decoding of the same weights would not have chosen."""
+    """Of streaming: the largest share of tokens that AR decoding of the same weights would not have chosen."""
     limit: int = 50
     """Prompts at most."""
     batch_size: int = 16
@@ -48,6 +65,49 @@ class Calibrate:
     dtype: Literal["float32", "bfloat16"] | None = None
     """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
+
+
+def calibrate_windows(args: Calibrate, console: Console) -> MeasuredWindows:
+    """Measures every automatic window on the prompts, and forwards on this device; shows the table, and stores both. What is
+    stored already of forwards on other devices stays."""
+    _check_flags(args)
+    named_prompts = read_prompts(args.data, "--data")[: args.limit]
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    # Every prompt is checked before any is decoded.
+    prompts = [make_request(model, p, args.decode, row=0, name=name).prompt for name, p in named_prompts]
+    found = [
+        acceptance(model, prompts, args.decode, window, args.batch_size)
+        for window in track(AUTO_WINDOWS, "decoding", console=Console(stderr=True))
+    ]
+    context = mean_context(prompts, args.decode)
+    with Console(stderr=True).status("timing forwards") as status:
+        costs = forward_costs(model, context, ROUNDS, status.update)
+    before = {} if model.measured_windows is None else model.measured_windows.costs
+    accepted, fed = tuple(a.accepted for a in found), tuple(a.fed for a in found)
+    measured = MeasuredWindows(accepted, fed, found[0].tokens, before | {device_name(model): costs})
+    console.print(windows_as_table(WindowTable(costs, accepted, fed)))
+    named = args.adapter or args.model
+    file = write_measured_windows(_folder(named), measured, model)
+    console.print(f"{file}, for {named} on {device_name(model)}", highlight=False, soft_wrap=True)
+    return measured
+
+
+def windows_as_table(table: WindowTable) -> Table:
+    """The widest window that "auto" takes is bold."""
+    shown = Table(
+        "window",
+        "tokens per forward",
+        "slots per forward",
+        *(f"of AR's speed, {rows} row{'s'[: rows > 1]}" for rows in ROWS_SHOWN),
+    )
+    for i, window in enumerate(AUTO_WINDOWS):
+        gains = [
+            f"[bold green]{gain:.2f}[/]" if table.widest(rows) == window else f"{gain:.2f}"
+            for rows in ROWS_SHOWN
+            for gain in [table.gains(rows)[i] * table.cost(rows)]
+        ]
+        shown.add_row(str(window), f"{table.accepted[i]:.2f}", f"{table.fed[i]:.1f}", *gains)
+    return shown
 
 
 def calibrate(args: Calibrate, console: Console) -> Calibration:
@@ -119,8 +179,13 @@ def _check_flags(args: Calibrate) -> None:
     if not 0 <= args.max_disagreement < 1:
         raise UserError(f"--max-disagreement {args.max_disagreement:g}: must lie in [0, 1)")
     require_positive(args, "limit", "batch_size")
+    if args.decode.decoder == "verified":
+        _check_flags_of_windows(args)
+        return
     if name := not_plain(args.decode):
-        raise UserError(f"{name}={getattr(args.decode, name)}: only plain streaming can be calibrated; leave it out")
+        raise UserError(
+            f"{name}={getattr(args.decode, name)}: only plain streaming and verified decoding can be calibrated; leave it out"
+        )
     for name in ("entropy_threshold", "distance_penalty"):
         if getattr(args.decode, name) != getattr(DecodeConfig(), name):
             raise UserError(f"--{name.replace('_', '-')}: tau and lambda are what is chosen here; leave it out")
@@ -131,6 +196,25 @@ def _check_flags(args: Calibrate) -> None:
         raise UserError(
             f"--temperature {args.decode.temperature:g}: agreement is with greedy AR decoding; leave it at 0"
         )
+    _check_folder(args)
+
+
+def _check_flags_of_windows(args: Calibrate) -> None:
+    if args.max_disagreement != Calibrate.max_disagreement:
+        raise UserError(
+            f"--max-disagreement {args.max_disagreement:g}: verified decoding never disagrees; leave it out"
+        )
+    plain = DecodeConfig("verified")
+    for field in dataclasses.fields(plain):
+        if field.name not in FREE and getattr(args.decode, field.name) != getattr(plain, field.name):
+            raise UserError(
+                f"{field.name}={getattr(args.decode, field.name)}: windows are measured as verified decoding is by itself; "
+                "leave it out"
+            )
+    _check_folder(args)
+
+
+def _check_folder(args: Calibrate) -> None:
     flag, path = ("model", args.model) if args.adapter is None else ("adapter", args.adapter)
     if not _folder(path).is_dir():
         raise UserError(f"--{flag} {path}: is no local directory, so nothing can be stored there")
@@ -144,7 +228,8 @@ def _folder(named: str) -> Path:
 @entry
 def main() -> None:
     args = parse(Calibrate, prog="python -m wedlm_jax.calibrate", description=__doc__)
-    calibrate(args, Console())
+    measure_and_store = calibrate_windows if args.decode.decoder == "verified" else calibrate
+    measure_and_store(args, Console())
 
 
 if __name__ == "__main__":

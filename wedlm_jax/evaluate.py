@@ -30,6 +30,7 @@ from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
+from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
@@ -131,7 +132,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
-    for line in calibration_in_use(model, [args.decode]):
+    for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from wedlm_jax.decode.calibration import Calibration, fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch
@@ -23,7 +24,7 @@ from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
-from wedlm_jax.model.handle import CALIBRATION_FILE, Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.ops.attention import asked_elsewhere
@@ -70,12 +71,16 @@ def load(
         if mask_token_id is not None:
             model = dataclasses.replace(model, mask_token_id=base.mask_token_id)
         directory = beside
-    return dataclasses.replace(model, calibration=_calibration(directory, model), source=model.source or str(path))
+    measured = {
+        "calibration": _of_these_weights(directory / CALIBRATION_FILE, read_calibration(directory), model),
+        "measured_windows": _of_these_weights(directory / WINDOWS_FILE, read_measured_windows(directory), model),
+    }
+    return dataclasses.replace(model, source=model.source or str(path), **measured)
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
-    """Writes an HF directory: safetensors, config.json, generation_config.json, tokenizer; and decoding.json, where the model was
-    calibrated. An adapter of all rows is merged into the weights.
+    """Writes an HF directory: safetensors, config.json, generation_config.json, tokenizer; and decoding.json and windows.json,
+    where the model was calibrated. An adapter of all rows is merged into the weights.
 
     Args:
       arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass in every tool that has
@@ -88,6 +93,8 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     save_hf(model, path, arch)
     if model.calibration is not None:
         write_calibration(Path(path), model.calibration, plain(model))
+    if model.measured_windows is not None:
+        write_measured_windows(Path(path), model.measured_windows, plain(model))
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
@@ -103,6 +110,8 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
     write_adapter(model, path, model.source if base is None else base)
     if model.calibration is not None:
         write_calibration(Path(path), model.calibration, model)
+    if model.measured_windows is not None:
+        write_measured_windows(Path(path), model.measured_windows, model)
 
 
 def locate_adapter(path: str | Path) -> Path:
@@ -167,14 +176,12 @@ def exact_dtype(directory: Path) -> DType:
     return ModelFile.read(directory).config.param_dtype
 
 
-def _calibration(directory: Path, model: Model) -> Calibration | None:
-    """That of the directory, unless it was measured on other weights than the model has: then a warning."""
-    calibration = read_calibration(directory)
-    if calibration is None or calibration.weights == fingerprint(model):
-        return calibration
+def _of_these_weights(file: Path, found: Any, model: Model) -> Any:
+    """What was `found` in a file, unless it was measured on other weights than the model has: then a warning."""
+    if found is None or found.weights == fingerprint(model):
+        return found
     warnings.warn(
-        f"{directory / CALIBRATION_FILE} was measured on other weights than these "
-        "(another step, trained on since, or replaced), so it is not used; "
+        f"{file} was measured on other weights than these (another step, trained on since, or replaced), so it is not used; "
         "measure again with python -m wedlm_jax.calibrate",
         stacklevel=3,
     )

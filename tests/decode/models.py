@@ -16,7 +16,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model.patterns import of_read
-from wedlm_jax.model.slot_cost import ON_CPU_FROM_CACHE
+from wedlm_jax.model.window_table import ON_CPU_FROM_CACHE
 
 from ..reference.transformer import ReferenceTransformer
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from wedlm_jax import Completion, DecodeConfig, generate
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR
+from wedlm_jax.model.window_table import ON_ACCELERATOR
 
 from ..conftest import FULL, examples
 from ..reference.decoding import Row, decode
@@ -130,7 +130,7 @@ def test_decoding_equals_the_list_based_reference(loop, case):
         nonlocal compared, discarded, several_a_forward
         seed, prompts, configs = batch
         model = dataclasses.replace(tiny_model(seed, case.model))
-        model.slot_cost = ON_ACCELERATOR  # so cheap that automatic windows are as wide as they can be
+        model.window_table = ON_ACCELERATOR  # so cheap that automatic windows are as wide as they can be
         completions = generate(model, prompts, configs)
         for row, ours in zip(expected(seed, prompts, configs, case.model), completions, strict=True):
             if row.margin < TIE:

@@ -5,8 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import generation
@@ -14,9 +12,8 @@ from wedlm_jax.decode.auto_window import next_window, window_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
 from wedlm_jax.decode.generation import Batch, make_request, row_bucket
 from wedlm_jax.decode.verified import widths
-from wedlm_jax.decode.widest_window import ACCEPTED, AUTO_WINDOWS, FED, widest_window
 from wedlm_jax.engine import rows as engine_rows
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
+from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, WindowTable
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
@@ -47,16 +44,16 @@ def test_the_window_doubles_at_half_accepted_and_halves_where_no_draft_was_right
     assert next_window(*(jnp.array([x]) for x in (window, lead, accepted))).tolist() == [then]
 
 
-def batch_of(rows: int, slot_cost: float, **fields) -> Batch:
+def batch_of(rows: int, window_table: WindowTable, **fields) -> Batch:
     model = dataclasses.replace(tiny_model())
-    model.slot_cost = slot_cost
+    model.window_table = window_table
     config = config_of("verified", **{"window_size": "auto", **fields})
     return Batch(model, [make_request(model, [1], config, row=row, name="prompt") for row in range(rows)])
 
 
 @pytest.mark.parametrize(("rows", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (64, 8)])
 def test_the_more_rows_the_narrower_is_the_window(rows, widest):
-    assert widest_window(rows, ON_ACCELERATOR) == widest
+    assert ON_ACCELERATOR.widest(rows) == widest
 
 
 @pytest.mark.parametrize("running", [1, 64])
@@ -71,26 +68,19 @@ def test_rows_that_have_finished_narrow_it_as_well_because_a_forward_computes_th
 def test_over_a_mesh_it_goes_by_the_rows_that_a_device_computes(monkeypatch, rows, computed):
     """By all of them where they cannot be cut evenly: every device then computes all."""
     model = cut_over(tiny_model(), make_mesh(MeshConfig(data=2, fsdp=2), jax.devices()[:4]))
-    model.slot_cost = ON_ACCELERATOR
+    model.window_table = ON_ACCELERATOR
     assert row_bucket(1, model.mesh) == 4
     for module, opening in ((generation, "start"), (engine_rows, "open_rows")):
         monkeypatch.setattr(module, opening, lambda *args, **sizes: None)
     request = make_request(model, [1], config_of("verified", window_size="auto"), row=0, name="prompt")
     group = engine_rows.RowGroup(model, request.config, rows, context=32)
-    expected = [widest_window(computed, ON_ACCELERATOR)] * rows
+    expected = [ON_ACCELERATOR.widest(computed)] * rows
     assert Batch(model, [request] * rows).settings.window_size.tolist() == expected
     assert group._settings.window_size.tolist() == expected
 
 
-@given(rows=st.integers(1, 256), slot_cost=st.floats(0, 1))
-def test_the_widest_window_accepts_most_for_its_cost(rows, slot_cost):
-    gain = [of / (1 + slot_cost * rows * fed) for of, fed in zip(ACCEPTED, FED, strict=True)]
-    assert gain[AUTO_WINDOWS.index(widest_window(rows, slot_cost))] == max(gain)
-    assert widest_window(rows + 1, slot_cost) <= widest_window(rows, slot_cost) >= widest_window(rows, 2 * slot_cost)
-
-
 @pytest.mark.parametrize(
-    ("window", "slot_cost", "rows", "masks"),
+    ("window", "window_table", "rows", "masks"),
     [
         ("auto", ON_ACCELERATOR, 1, 31),
         ("auto", ON_ACCELERATOR, 17, 15),
@@ -103,26 +93,34 @@ def test_the_widest_window_accepts_most_for_its_cost(rows, slot_cost):
     ],
 )
 def test_prefill_drafts_from_the_masks_of_the_window_that_a_row_starts_with_and_counts_as_many(
-    window, slot_cost, rows, masks
+    window, window_table, rows, masks
 ):
-    batch = batch_of(rows, slot_cost, window_size=window, entropy_threshold=float("inf"))
+    batch = batch_of(rows, window_table, window_size=window, entropy_threshold=float("inf"))
     config = batch.requests[0].config
-    assert masks_in_prefill(config, rows, slot_cost) == masks <= riding_masks(config.drafter, config.slots(slot_cost))
+    assert (
+        masks_in_prefill(config, rows, window_table)
+        == masks
+        <= riding_masks(config.drafter, config.slots(window_table))
+    )
     assert batch.state.processed.tolist() == [masks] * rows
     assert batch.state.filled.sum(axis=1).tolist() == [1 + masks] * rows  # all of them, and the pending token
-    assert masks_in_prefill(config_of("lookup"), rows, slot_cost) == 0
+    assert masks_in_prefill(config_of("lookup"), rows, window_table) == 0
 
 
-@pytest.mark.parametrize("slot_cost", [ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, 1.0])
-def test_nothing_is_compiled_for_windows_that_a_model_is_too_dear_for(slot_cost):
+@pytest.mark.parametrize("window_table", [ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, WindowTable.linear(1.0)])
+def test_nothing_is_compiled_for_windows_that_a_model_is_too_dear_for(window_table):
     auto = DecodeConfig("verified", window_size="auto")
-    widest = widest_window(1, slot_cost)
-    assert auto.slots(slot_cost) == 2 * widest == batch_of(1, slot_cost).state.window.shape[1]
+    widest = window_table.widest(1)
+    assert auto.slots(window_table) == 2 * widest == batch_of(1, window_table).state.window.shape[1]
     for rows in (2, 8, 64):
-        assert widest_window(rows, slot_cost) <= widest
+        assert window_table.widest(rows) <= widest
     fixed = DecodeConfig("verified", window_size=widest)
-    assert fixed.slots(slot_cost) == auto.slots(slot_cost) and fixed.program(slot_cost) != auto.program(slot_cost)
-    assert set(widths(2 * widest, slot_cost, adapts=False)) <= set(widths(2 * widest, slot_cost, adapts=True))
+    assert fixed.slots(window_table) == auto.slots(window_table) and fixed.program(window_table) != auto.program(
+        window_table
+    )
+    assert set(widths(2 * widest, 1, window_table, adapts=False)) <= set(
+        widths(2 * widest, 1, window_table, adapts=True)
+    )
 
 
 def test_windows_of_a_trace_follow_the_rule():
@@ -131,7 +129,7 @@ def test_windows_of_a_trace_follow_the_rule():
     for wrong, reached in ((0.0, AUTO_WINDOWS[-1]), (1.0, AUTO_WINDOWS[0])):
         drafts = [0 if wrong else token for token in chain]
         model = reciting_model(chain, drafts=drafts, vocab_size=TINY.vocab_size, mask_token_id=MASK)
-        model.slot_cost = ON_ACCELERATOR
+        model.window_table = ON_ACCELERATOR
         settings = dict(window_size="auto", entropy_threshold=float("inf"), text_drafts=False)
         config = config_of("verified", **settings, max_new_tokens=len(chain))
         [completion] = generate(model, [[0]], config, trace=True)

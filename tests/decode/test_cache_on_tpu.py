@@ -16,8 +16,8 @@ from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, transformer_from
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 from wedlm_jax.model.weights import Weights
+from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(

@@ -21,7 +21,7 @@ from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request, row_bucke
 from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
 from wedlm_jax.engine import programs
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE
+from wedlm_jax.model.window_table import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, WindowTable
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
@@ -146,7 +146,7 @@ def arguments(name: str, window_size: int = 4, temperature: float = 0.5) -> tupl
     config = dataclasses.replace(config_of(name, **chosen), mask_token_id=MASK)
     weights = tiny_model().weights
     prompt, lengths = jnp.ones((3, SMALLEST_BUCKET), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32)
-    settings = RowSettings.from_configs([config] * 3, range(3), tiny_model().slot_cost)
+    settings = RowSettings.from_configs([config] * 3, range(3), tiny_model().window_table)
     state = decode_loop.start(weights, prompt, lengths, settings, **start_sizes(config))
     return decode_loop.Program.of(config), weights, state, settings
 
@@ -217,7 +217,7 @@ def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
 def test_a_step_writes_the_cache_in_place_at_every_width():
     """No copy of the cache in the compiled loop, though the step chooses between several widths."""
     positional = arguments("verified", window_size=8)
-    assert len(verified_widths(positional[2].window.shape[1], ROWS * tiny_model().slot_cost, adapts=False)) >= 3
+    assert len(verified_widths(positional[2].window.shape[1], ROWS, tiny_model().window_table, adapts=False)) >= 3
     text = decode_loop.run.lower(*positional).compile().as_text()
     shape = positional[2].cache.k.shape
     assert text.count(f"f32[{','.join(map(str, shape))}]") > 10
@@ -246,29 +246,33 @@ def test_a_copied_cache_would_be_seen():
 def test_the_forward_is_as_wide_as_what_is_fed(name):
     """The same window by several widths: a program for each, the least for the window and one slot that is committed, which is
     what a hard text asks for in every step, and the whole window at last."""
-    widths = feeding_widths(16, ROWS * tiny_model().slot_cost, 8 + 1)
+    widths = feeding_widths(16, ROWS, tiny_model().window_table, 8 + 1)
     assert widths[0] > 8 and widths[-1] == 16 and len(widths) >= 3
     text = decode_loop.run.lower(*arguments(name, window_size=8)).as_text()
     compiled = {width for width in range(1, 17) if f"tensor<3x{width}x{TINY.intermediate_size}xf32>" in text}
     assert compiled == set(widths)
 
 
-@pytest.mark.parametrize("of_one_row", [ON_CPU, ON_CPU_FROM_CACHE, ON_ACCELERATOR])
+# As products by tiles of 16 rows cost, measured.
+IN_STEPS = WindowTable(((1, 1.0), (16, 1.5), (17, 2.5), (32, 2.5), (33, 4.0), (64, 4.0)))
+
+
+@pytest.mark.parametrize("table", [ON_CPU, ON_CPU_FROM_CACHE, ON_ACCELERATOR, IN_STEPS])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize(("slots", "least"), [(2, 1), (8, 5), (16, 8), (16, 9), (32, 16), (32, 17), (64, 33), (64, 5)])
-def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, of_one_row):
-    a_slot = of_one_row * rows
-    widths = feeding_widths(slots, a_slot, least)
+def test_rounding_up_to_a_width_costs_little_or_one_step(slots, least, rows, table):
+    widths = feeding_widths(slots, rows, table, least)
     lowest = max(least, min(window.SMALLEST_WIDTH, slots))
     assert widths[-1] == slots and list(widths) == sorted(set(widths)) and len(widths) <= 8
     for fed in range(lowest, slots + 1):
         width = next(width for width in widths if width >= fed)
-        cost = (1 + a_slot * width) / (1 + a_slot * fed)
+        cost = table.cost(rows * width) / table.cost(rows * fed)
         assert cost <= 1 + window.ROUNDING or width - fed < slots // 8
 
 
 def test_where_slots_cost_nothing_one_width_is_compiled():
-    assert feeding_widths(32, ON_ACCELERATOR, 17) == (32,) and len(feeding_widths(32, 64 * ON_ACCELERATOR, 17)) > 2
+    assert feeding_widths(32, 1, ON_ACCELERATOR, 17) == (32,) and len(feeding_widths(32, 64, ON_ACCELERATOR, 17)) > 2
+    assert feeding_widths(32, 1, IN_STEPS, 17) == (32,)  # all of them lie on one step
 
 
 @pytest.mark.parametrize("decoder", ["streaming", "verified", "lookup", "blockwise", "ar"])

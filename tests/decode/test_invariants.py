@@ -41,7 +41,9 @@ def test_the_compiled_loop_equals_the_python_loop(loop):
     for config, completion in zip(configs, traced, strict=True):
         assert len(completion.trace) == completion.stats.forwards
         fed = sum(len(e["window"]) for e in completion.trace)
-        assert fed + masks_in_prefill(config, len(PROMPTS), tiny_model().slot_cost) == completion.stats.tokens_processed
+        assert (
+            fed + masks_in_prefill(config, len(PROMPTS), tiny_model().window_table) == completion.stats.tokens_processed
+        )
         assert sum(e["emitted"] for e in completion.trace) == completion.stats.generated_tokens
 
 
@@ -79,7 +81,7 @@ def test_the_committed_cache_equals_the_cache_of_a_causal_prefill(loop, reorder)
         lengths = jnp.asarray([len(p) for p in prompts], jnp.int32)
         return start(weights, jnp.asarray(padded), lengths, settings, **start_sizes(config))
 
-    settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)), tiny_model().slot_cost)
+    settings = RowSettings.from_configs([config] * len(PROMPTS), range(len(PROMPTS)), tiny_model().window_table)
     state = run(Program.of(config), weights, prefilled(PROMPTS, config), settings)
     whole = [p + np.asarray(out)[:n].tolist() for p, out, n in zip(PROMPTS, state.output, state.generated, strict=True)]
     causal = prefilled(whole, config_of("ar"))

@@ -55,7 +55,7 @@ def test_the_engine_says_the_same_and_reuses_prefixes(apart):
 
 def test_a_step_writes_every_layer_s_cache_in_place(apart):
     config = dataclasses.replace(config_of("verified"), window_size=8, mask_token_id=0)
-    settings, weights = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.slot_cost), apart.weights_for(8)
+    settings, weights = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.window_table), apart.weights_for(8)
     prompt, lengths = np.ones((ROWS, 8), np.int32), np.full(ROWS, 8, np.int32)
     state = decode_loop.start(weights, prompt, lengths, settings, **start_sizes(config))
     program = decode_loop.Program.of(config)

@@ -16,8 +16,8 @@ from wedlm_jax.decode.loop import Program, run, start
 from wedlm_jax.model import weights as weights_module
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR
 from wedlm_jax.model.weights import Weights
+from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.ops.attention import trial
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 

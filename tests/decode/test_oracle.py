@@ -34,7 +34,7 @@ LEFT_OUT_BLOCK_TAGS = ("mask_id_emitted", "mask_id_in_prompt")
 def buckets_of(model: str):
     changed = contextlib.ExitStack()
     if model != WEDLM_MODELS[0]:
-        changed.enter_context(mock.patch.object(DecodeConfig, "slots", lambda config, slot_cost: 32))
+        changed.enter_context(mock.patch.object(DecodeConfig, "slots", lambda config, window_table: 32))
         changed.enter_context(mock.patch.object(window, "SMALLEST_WIDTH", 32))
     return changed
 

@@ -62,7 +62,7 @@ def test_bfloat16_weights_give_a_bfloat16_cache_and_float32_decisions(loop):
     half = dataclasses.replace(TINY, dtype="bfloat16", param_dtype="bfloat16", matmul_precision="default")
     model = tiny_model(0, half)
     config = dataclasses.replace(config_of(loop), mask_token_id=model.mask_token_id)
-    settings = RowSettings.from_configs([config] * 3, range(3), model.slot_cost)
+    settings = RowSettings.from_configs([config] * 3, range(3), model.window_table)
     prompt, lengths = jnp.ones((3, 32), jnp.int32), jnp.asarray([1, 2, 3], jnp.int32)
     state = start(model.weights, prompt, lengths, settings, **start_sizes(config))
     state = run(Program.of(config), model.weights, state, settings)

@@ -16,6 +16,7 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import with_layers_apart
+from wedlm_jax.model.window_table import ON_CPU
 
 from ..quick_jit import quick_jit
 from .models import MASK, TINY, config_of, tiny_model
@@ -23,7 +24,7 @@ from .models import MASK, TINY, config_of, tiny_model
 LENGTHS = [13, 5, 1]
 PROMPT = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 16)).astype(np.int32)
 SETTINGS = RowSettings.from_configs(
-    [dataclasses.replace(config_of("verified"), mask_token_id=MASK)] * 3, range(3), slot_cost=0.05
+    [dataclasses.replace(config_of("verified"), mask_token_id=MASK)] * 3, range(3), window_table=ON_CPU
 )
 
 

@@ -13,6 +13,7 @@ from wedlm_jax import DecodeConfig
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.sampling import filter_logits, sample
 from wedlm_jax.decode.selection import RULES, select_by_confidence, select_by_entropy, select_drafts
+from wedlm_jax.model.window_table import ON_CPU
 from wedlm_jax.ops.categorical import entropy
 
 from .oracle import sampler_units
@@ -22,7 +23,7 @@ DRAWS = 20_000
 
 def settings_of(*configs: DecodeConfig) -> RowSettings:
     resolved = [dataclasses.replace(c, stop_ids=(), mask_token_id=c.mask_token_id or 0) for c in configs]
-    return RowSettings.from_configs(resolved, range(len(resolved)), slot_cost=0.05)
+    return RowSettings.from_configs(resolved, range(len(resolved)), window_table=ON_CPU)
 
 
 @jax.jit

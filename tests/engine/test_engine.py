@@ -13,13 +13,12 @@ import pytest
 from wedlm_jax import DecodeConfig, Engine, generate
 from wedlm_jax.decode.generation import verification
 from wedlm_jax.decode.loop import run_steps
-from wedlm_jax.decode.widest_window import AUTO_WINDOWS, widest_window
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR, ON_CPU
+from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_ACCELERATOR, ON_CPU
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
@@ -129,7 +128,7 @@ def test_what_the_chain_said_is_made_once_of_the_last_run(monkeypatch):
 def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_widest():
     """Whether the window is chosen anew is compiled in: in one group with a fixed window of that bucket it would be mistaken."""
     model = reciter(TEXT, end=True, tail="never shown")
-    widest = widest_window(1, model.slot_cost)
+    widest = model.window_table.widest(1)
     chosen = [settings("verified", window_size=window) for window in ("auto", widest, "auto")]
     served = engine(model)
     tickets = [served.submit("x", config) for config in chosen]
@@ -137,29 +136,29 @@ def test_automatic_windows_have_rows_of_their_own_and_show_no_more_than_the_wide
     while served.step():
         shown = max(shown, len(tickets[0].window))
     assert [t.completion.text for t in tickets] == [TEXT] * 3
-    assert len(served._groups) == 2 and {config.slots(model.slot_cost) for config in chosen} == {2 * widest}
-    assert 0 < shown <= widest_window(SIZES["rows"], model.slot_cost) < widest
+    assert len(served._groups) == 2 and {config.slots(model.window_table) for config in chosen} == {2 * widest}
+    assert 0 < shown <= model.window_table.widest(SIZES["rows"]) < widest
 
 
 def test_an_automatic_window_that_wrong_drafts_have_narrowed_is_shown_as_narrow_as_it_is():
     special = dict(vocab_size=len(tokenizer()), mask_token_id=tokenizer().mask_token_id, tokenizer=tokenizer())
     model = reciting_model(tokenizer().encode("abcdefghijklmnop"), drafts=tokenizer().encode("x" * 16), **special)
-    model.slot_cost = ON_CPU
+    model.window_table = ON_CPU
     served = engine(model)
     ticket = served.submit("x", settings("verified", window_size="auto", entropy_threshold=float("inf")))
     served.step()
-    assert widest_window(SIZES["rows"], ON_CPU) > AUTO_WINDOWS[0] == len(ticket.window)
+    assert ON_CPU.widest(SIZES["rows"]) > AUTO_WINDOWS[0] == len(ticket.window)
 
 
 def test_an_automatic_window_goes_by_the_rows_of_the_group_however_few_of_them_run():
     model = reciter(TEXT, end=True, tail="never shown")
-    model.slot_cost = ON_ACCELERATOR
+    model.window_table = ON_ACCELERATOR
     served = engine(model, rows=20)
     served.submit("x", settings("verified", window_size="auto"))
     served._admit()
     (group,) = served._groups.values()
-    assert widest_window(1, ON_ACCELERATOR) > widest_window(20, ON_ACCELERATOR)
-    assert group._settings.window_size.tolist() == [widest_window(20, ON_ACCELERATOR)] * 20
+    assert ON_ACCELERATOR.widest(1) > ON_ACCELERATOR.widest(20)
+    assert group._settings.window_size.tolist() == [ON_ACCELERATOR.widest(20)] * 20
 
 
 def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing():
@@ -205,7 +204,7 @@ def test_memory_is_stated_before_it_is_taken(caplog):
     config = talk("streaming_eager")
     served = engine()
     assert served.cache_bytes == 0
-    slots = cache_slots(SIZES["context"], config.slots(talker().slot_cost))
+    slots = cache_slots(SIZES["context"], config.slots(talker().window_table))
     stated = served.bytes_for(config)
     assert stated == cache_bytes(talker().config, SIZES["rows"], slots) == 2 * 2 * 3 * slots * 2 * 6 * 4
     with caplog.at_level(logging.INFO, logger="wedlm_jax.engine"):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from wedlm_jax import Completion, Engine, generate
-from wedlm_jax.model.slot_cost import ON_ACCELERATOR
+from wedlm_jax.model.window_table import ON_ACCELERATOR
 
 from ..decode.models import MASK, TINY, config_of, tiny_model
 from ..decode.test_against_reference import TIE, check_equals_autoregressive, expected
 
 CONTEXT = TINY.max_position_embeddings  # a multiple of what lengths and cache slots are rounded up to
 MODEL = dataclasses.replace(tiny_model())
-MODEL.slot_cost = ON_ACCELERATOR  # so cheap that every forward is as wide as the window slots
+MODEL.window_table = ON_ACCELERATOR  # so cheap that every forward is as wide as the window slots
 
 
 def by_engine(prompts, configs) -> list[Completion]:

@@ -3,7 +3,7 @@ forward and the cost of a slot.
 
 A wide window drafts further ahead, and costs a slot of every forward for each draft and mask. So it halves where none of a step's
 drafts was right, and doubles where half of the window was accepted at once; but not beyond the one that gains most by the clock
-for as many rows as a device computes in a forward (`widest_window.py`). That count does not fall as rows finish: they are
+for as many rows as a device computes in a forward (`model/window_table.py`). That count does not fall as rows finish: they are
 computed all the same. The tokens are those of AR at any window: only counters can change.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.decode.widest_window import AUTO_WINDOWS
+from wedlm_jax.model.window_table import AUTO_WINDOWS
 
 
 def window_in_play(state: DecodeState, settings: RowSettings) -> jax.Array:

@@ -10,7 +10,6 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import select_by_confidence
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import confidence
 
@@ -38,7 +37,7 @@ def blockwise_step(
         settings,
         fed,
         masks,
-        widths=feeding_widths(C, B * slot_cost(transformer), C // 2),
+        widths=feeding_widths(C, B, settings.window_table, C // 2),
         most_read=C // 2,
         score=confidence,
     )

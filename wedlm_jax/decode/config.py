@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from wedlm_jax.decode.selection import RULES
-from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.window_table import WindowTable
 
 Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]
 Refill = Literal["eager", "paper"]
@@ -171,19 +171,19 @@ class DecodeConfig:
         rule = ("run" if self.decoder == "verified" else "each") if self.fill_rule == "auto" else self.fill_rule
         return list(RULES).index(rule)
 
-    def program(self, slot_cost: float) -> tuple[object, ...]:
+    def program(self, window_table: WindowTable) -> tuple[object, ...]:
         """What requests must have in common to run in one compiled loop."""
-        return self.decoder, self.refill_rule, self.verify, self.adapts, self.slots(slot_cost)
+        return self.decoder, self.refill_rule, self.verify, self.adapts, self.slots(window_table)
 
-    def slots(self, slot_cost: float) -> int:
-        """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into on a model of this cost of
-        a slot."""
+    def slots(self, window_table: WindowTable) -> int:
+        """Window slots of the compiled loop: the bucket (a power of two) that these settings fall into on a model of this
+        table."""
         if self.decoder == "ar":
             return 1
         if self.decoder == "blockwise":
             return 2 * _power_of_two(self.block_size)  # a finished block, to be cached, and the next one
         # More rows never get a wider window than one, which the bucket must hold.
-        bucket = _power_of_two(widest_window(1, slot_cost) if self.adapts else self.window)
+        bucket = _power_of_two(window_table.widest(1) if self.adapts else self.window)
         alone = self.decoder == "lookup" or self.refill_rule == "paper"
         return bucket if alone else 2 * bucket
 
@@ -238,22 +238,23 @@ class RowSettings:
     mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
     ban_mask: jax.Array  # bool [B]
     key: jax.Array  # PRNG keys [B]
+    window_table: WindowTable = dataclasses.field(metadata={"static": True})  # of the model
     adapts: bool = dataclasses.field(metadata={"static": True})  # every row's window_size is "auto"; see auto_window.py
     # Whether any row has a temperature above 0. Compiled in: of the time that XLA takes for a loop, two fifths are for draws.
     draws: bool = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def from_configs(
-        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], slot_cost: float, batch: int | None = None
+        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], window_table: WindowTable, batch: int | None = None
     ) -> RowSettings:
         """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved.
 
         Args:
           rows: the row numbers that seed the noise.
-          slot_cost: of the model.
+          window_table: of the model: which automatic windows are worth their cost, and which widths are compiled.
           batch: rows that a device computes in the forwards that these will be part of; they alone, unless given.
         """
-        widest = widest_window(batch or len(configs), slot_cost)
+        widest = window_table.widest(batch or len(configs))
 
         def column(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(c, name) for c in configs], dtype)
@@ -280,7 +281,8 @@ class RowSettings:
         # One transfer and one program for all of them: dispatching each by itself is most of what a call costs the host.
         key = _noise_keys(column("seed", "int32"), np.array(rows, "int32"))
         adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
-        return cls(**jax.device_put(columns), key=key, adapts=adapts, draws=draws)
+        arrays = jax.device_put(columns)
+        return cls(**arrays, key=key, window_table=window_table, adapts=adapts, draws=draws)
 
 
 @jax.jit

@@ -14,7 +14,6 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import passing
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import entropy
 
@@ -39,7 +38,7 @@ def fallback_step(
         settings,
         fed,
         masks | (slots == last[:, None]),
-        widths=feeding_widths(C, B * slot_cost(transformer), C // 2),
+        widths=feeding_widths(C, B, settings.window_table, C // 2),
         most_read=C // 2 + 1,  # W masks and the last of the run
         score=entropy,
     )

@@ -16,9 +16,9 @@ from wedlm_jax.decode.config import DecodeConfig, Drafter, RowSettings
 from wedlm_jax.decode.lookup import draft
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState
-from wedlm_jax.decode.widest_window import widest_window
 from wedlm_jax.decode.window import Reading, read_slots
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.window_table import WindowTable
 from wedlm_jax.ops.categorical import entropy
 
 
@@ -28,12 +28,12 @@ def riding_masks(drafter: Drafter | None, slots: int) -> int:
     return slots // 2 - 1 if drafter == "verified" else 0
 
 
-def masks_in_prefill(config: DecodeConfig, rows: int, slot_cost: float) -> int:
+def masks_in_prefill(config: DecodeConfig, rows: int, window_table: WindowTable) -> int:
     """How many of these masks are of a row's own window, in a batch of so many rows. They are drafted from and counted as
     processed; the rest is padding."""
     if config.drafter != "verified":
         return 0
-    return (widest_window(rows, slot_cost) if config.adapts else config.window) - 1
+    return (window_table.widest(rows) if config.adapts else config.window) - 1
 
 
 def first_drafts(

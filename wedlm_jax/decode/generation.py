@@ -74,7 +74,7 @@ def generate(
     ]
     groups: dict[tuple, list[Request]] = {}
     for request in requests:
-        key = *request.config.program(model.slot_cost), bool(request.config.stop)
+        key = *request.config.program(model.window_table), bool(request.config.stop)
         groups.setdefault(key, []).append(request)
     completions: dict[int, Completion] = {}
     for group in groups.values():
@@ -130,13 +130,13 @@ class Batch:
         self.program = Program.of(config)
         computed = rows_of_a_device(len(requests), model.weights.mesh)
         self.settings = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], model.slot_cost, batch=computed
+            [r.config for r in requests], [r.row for r in requests], model.window_table, batch=computed
         )
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):
             prompts[row, : len(request.prompt)] = request.prompt
-        slots = config.slots(model.slot_cost)
+        slots = config.slots(model.window_table)
         self.weights = model.weights_for(computed * slots)
         self.state = start(
             self.weights,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from wedlm_jax.decode.config import Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts, riding_masks
 from wedlm_jax.decode.state import RUNNING, DecodeState
-from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.window_table import AUTO_WINDOWS
 
 TILE = 16  # slots, of bfloat16: a cache of whole tiles a TPU writes head by head where it lies, any other it copies
 CHUNK = 512  # tokens of a row that one forward runs: what bounds the memory of a long prompt beside its cache

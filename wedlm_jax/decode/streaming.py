@@ -10,7 +10,6 @@ from wedlm_jax.decode.config import Refill, RowSettings
 from wedlm_jax.decode.selection import select_by_entropy
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance, emit
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.ops.categorical import entropy
 
@@ -35,7 +34,7 @@ def streaming_step(
         fed,
         masks,
         # W slots and the one that was committed last, where a step commits one.
-        widths=feeding_widths(C, B * slot_cost(transformer), C // 2 + 1) if refill == "eager" else (C,),
+        widths=feeding_widths(C, B, settings.window_table, C // 2 + 1) if refill == "eager" else (C,),
         most_read=C // 2 if refill == "eager" else C,  # W masks, never more
         score=entropy,
     )

@@ -17,10 +17,9 @@ from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, StepRecord, advance
 from wedlm_jax.decode.text_drafts import with_text
-from wedlm_jax.decode.widest_window import AUTO_WINDOWS
 from wedlm_jax.decode.window import feeding_widths, recorded, window_forward
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
 from wedlm_jax.ops.categorical import entropy
 
 
@@ -49,7 +48,7 @@ def verified_step(
         settings,
         fed,
         masks | (slots < lead[:, None]),
-        widths=widths(C, B * slot_cost(transformer), settings.adapts),
+        widths=widths(C, B, settings.window_table, settings.adapts),
         most_read=C,
         score=entropy,
     )
@@ -76,6 +75,6 @@ def verified_step(
     return advance(state, kept), record
 
 
-def widths(slots: int, a_slot: float, adapts: bool) -> tuple[int, ...]:
+def widths(slots: int, rows: int, table: WindowTable, adapts: bool) -> tuple[int, ...]:
     """Of the forwards over so many window slots: the least is a window, the narrowest automatic one, and the pending token."""
-    return feeding_widths(slots, a_slot, (AUTO_WINDOWS[0] if adapts else slots // 2) + 1)
+    return feeding_widths(slots, rows, table, (AUTO_WINDOWS[0] if adapts else slots // 2) + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -17,6 +16,7 @@ from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.window_table import WindowTable
 from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
@@ -40,7 +40,7 @@ class Reading:
         return cls(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
 
 
-def feeding_widths(slots: int, a_slot: float, least: int) -> tuple[int, ...]:
+def feeding_widths(slots: int, rows: int, table: WindowTable, least: int) -> tuple[int, ...]:
     """Widths to compile for a decoder that mostly feeds `least` of its C slots or more; the last one is C.
 
     They lie so close that rounding up what is fed costs no more than ROUNDING, but no closer than C / 8. Where slots cost next
@@ -48,13 +48,15 @@ def feeding_widths(slots: int, a_slot: float, least: int) -> tuple[int, ...]:
 
     Args:
       slots: C.
-      a_slot: what a further slot of every row adds to a forward, of the cost of one over a single slot.
+      rows: B, which all feed as many.
+      table: of the model: what a forward over more slots costs.
     """
     least = max(least, SMALLEST_WIDTH)
+    cost = [table.cost(rows * width) for width in range(slots + 1)]
     widths = [slots]
-    while widths[0] > least and 1 + a_slot * widths[0] > (1 + ROUNDING) * (1 + a_slot * least):
+    while widths[0] > least and cost[widths[0]] > (1 + ROUNDING) * cost[least]:
         # The next one down is the widest that this one would serve too dearly.
-        too_dear = math.ceil(((1 + a_slot * widths[0]) / (1 + ROUNDING) - 1) / a_slot) - 1
+        too_dear = max(n for n in range(least, widths[0]) if cost[widths[0]] > (1 + ROUNDING) * cost[n])
         widths.insert(0, max(min(too_dear, widths[0] - slots // 8), least))
     return tuple(widths)
 

@@ -233,10 +233,10 @@ class Engine:
         self._waiting[key] = deque(sorted([*self._waiting[key], *tickets], key=lambda ticket: ticket.arrival))
 
     def _key(self, config: DecodeConfig) -> tuple:
-        return *config.program(self.model.slot_cost), config.stop_id_slots
+        return *config.program(self.model.window_table), config.stop_id_slots
 
     def _cache_slots(self, config: DecodeConfig) -> int:
-        return cache_slots(self.context, config.slots(self.model.slot_cost))
+        return cache_slots(self.context, config.slots(self.model.window_table))
 
     def _open(self, key: tuple, config: DecodeConfig) -> bool:
         """Takes the cache of a new group, and closes idle ones where there is no room; False where it has to wait for rows that

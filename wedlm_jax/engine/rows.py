@@ -48,10 +48,10 @@ class RowGroup:
     """Rows of one `DecodeConfig.program`. Each runs its own request with its own settings."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
-        self._slot_cost, self._context = model.slot_cost, context
+        self._window_table, self._context = model.window_table, context
         self._program = Program.of(config)
         self._holds_back, self._drafter = config.holds_back, config.drafter
-        window_slots = config.slots(model.slot_cost)
+        window_slots = config.slots(model.window_table)
         self._weights = model.weights_for(rows * window_slots)
         self._masks = riding_masks(config.drafter, window_slots)
         self.slots = cache_slots(context, window_slots)
@@ -59,7 +59,7 @@ class RowGroup:
         # Waited for, so that what does not fit in memory is told here and not where it is used first.
         self._state = jax.block_until_ready(open_rows(self._weights, **sizes, holds_back=config.holds_back))
         self._batch = rows_of_a_device(rows, model.weights.mesh)
-        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._slot_cost, batch=self._batch)
+        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._window_table, batch=self._batch)
         self._progress: Progress | None = None
         self._halted = np.zeros(rows, bool)
         self.rows = [Row() for _ in range(rows)]
@@ -119,7 +119,7 @@ class RowGroup:
         for prompt, request in zip(prompts, requests, strict=True):
             prompt[: len(request.prompt)] = request.prompt
         own = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], self._slot_cost, batch=self._batch
+            [r.config for r in requests], [r.row for r in requests], self._window_table, batch=self._batch
         )
         rows, sources, start, stop = (
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)

@@ -161,7 +161,7 @@ def compare(
     median = {name: statistics.median(times) for name, times in seconds.items()}
 
     in_prefill: dict[str, int] = {
-        config.decoder: masks_in_prefill(config, work.batch, model.slot_cost) for config in configs
+        config.decoder: masks_in_prefill(config, work.batch, model.window_table) for config in configs
     }
 
     # Streaming and block-wise feed what they have filled as well, but ask for the logits of masks alone.

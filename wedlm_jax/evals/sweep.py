@@ -203,7 +203,7 @@ class _WarmClock:
             prompts = [encode_prompt(model, p.prompt) for p in problems[start : start + self._batch_size]]
             filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
-            shape = (model.config, config.program(model.slot_cost), config.max_new_tokens, width)
+            shape = (model.config, config.program(model.window_table), config.max_new_tokens, width)
             if shape not in self._met:
                 self._generate(model, filled_up, config, first_row + start)
                 self._met.add(shape)

@@ -24,6 +24,7 @@ from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, make_request
+from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.decode.stats import Completion
@@ -66,7 +67,7 @@ def generate(args: Generate) -> None:
     prompts = _prompts(args)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
-    for note in calibration_in_use(model, [args.decode]):
+    for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
     completions: Iterable[Completion] = track(
         decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),

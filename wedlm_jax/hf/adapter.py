@@ -26,7 +26,7 @@ from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.handle import CALIBRATION_FILE, Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.model.revision import revision
 from wedlm_jax.sharding import param_shardings
@@ -67,7 +67,7 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     config, target = model.config, Path(path).resolve()
     if config.adapter is None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
-    written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE}
+    written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE, WINDOWS_FILE}
     require_free(
         target, written.__contains__, lambda directory: (directory / FILE).is_file(), "an adapter of wedlm_jax"
     )

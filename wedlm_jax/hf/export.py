@@ -20,7 +20,7 @@ from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
-from wedlm_jax.model.handle import CALIBRATION_FILE, Model
+from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import merged
 from wedlm_jax.model.parameters import params_of, transformer_from
 
@@ -139,7 +139,7 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
 
 
 def _is_written(name: str) -> bool:
-    written = {"config.json", GENERATION_FILE, INDEX_FILE, CALIBRATION_FILE, *TOKENIZER_FILES}
+    written = {"config.json", GENERATION_FILE, INDEX_FILE, CALIBRATION_FILE, WINDOWS_FILE, *TOKENIZER_FILES}
     return name in written or re.fullmatch(r"model.*\.safetensors", name) is not None
 
 

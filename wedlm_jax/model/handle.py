@@ -17,11 +17,12 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import Causal, Pattern
-from wedlm_jax.model.slot_cost import slot_cost
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import ROWS_TO_TURN_FOR, Weights, gains_from_turned_kernels, mesh_of
+from wedlm_jax.model.window_table import WindowTable, presumed_table
 
 CALIBRATION_FILE = "decoding.json"  # beside the weights, or beside the adapter
+WINDOWS_FILE = "windows.json"  # likewise
 
 
 @dataclasses.dataclass
@@ -36,6 +37,7 @@ class Model:
     files: Path | None = None  # the directory that it was loaded from, whose tokenizer files an export carries along
     source: str | None = None  # what `load` was given
     calibration: Any = None  # decode.calibration.Calibration: tau and lambda measured for these weights, or None
+    measured_windows: Any = None  # decode.measured_windows.MeasuredWindows, or None
 
     @property
     def mesh(self) -> Mesh | None:
@@ -58,10 +60,11 @@ class Model:
         return Weights.of(self.transformer, ROWS_TO_TURN_FOR) if gains else self.weights
 
     @functools.cached_property
-    def slot_cost(self) -> float:
-        """What a further slot adds to a decode forward, of the cost of one over a single slot: by it window_size="auto" chooses.
-        By platform and size; set it to what you measured."""
-        return slot_cost(self.transformer)
+    def window_table(self) -> WindowTable:
+        """By which window_size="auto" chooses and widths are compiled: as measured on a device of this kind, else by platform
+        and size."""
+        measured = None if self.measured_windows is None else self.measured_windows.table(self)
+        return measured or presumed_table(self.transformer)
 
     def __call__(
         self,

@@ -14,8 +14,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.model.layers import Linear
-from wedlm_jax.model.slot_cost import PROCESSOR_CACHE
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model.window_table import PROCESSOR_CACHE
 from wedlm_jax.sharding import on_mesh
 
 log = logging.getLogger(__name__)
