@@ -38,15 +38,8 @@ THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
 PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
 ROUNDS = 5  # in which forwards are timed
 ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
-FREE = (
-    "max_new_tokens",
-    "stop",
-    "stop_ids",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-)  # whatever windows are measured with
+# Settings of the user's own that windows may be measured with.
+FREE = ("max_new_tokens", "stop", "stop_ids", "temperature", "top_k", "top_p", "seed")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,3 +51,10 @@ def test_a_window_is_worth_what_was_measured_of_it():
     costs = ((1, 1.0), (16, 1.1), (17, 5.0), (64, 6.0))
     assert WindowTable(costs).widest(1) == 8 and WindowTable(((1, 1.0), (64, 1.1))).widest(1) == 32
     assert WindowTable(((1, 1.0), (64, 1.1)), accepted=(3.0, 2.9, 2.9, 2.9)).widest(1) == 4
+
+
+def test_more_rows_never_get_a_wider_window_than_one_because_one_program_holds_them():
+    """Where the first slots are dear and further ones free, eight rows alone would gain most by the widest window."""
+    table = WindowTable(((1, 1.0), (8, 9.0), (64, 30.0), (65, 30.0)))
+    gains = table.gains(8)
+    assert gains.index(max(gains)) == len(AUTO_WINDOWS) - 1 and table.widest(1) == table.widest(8) == 8

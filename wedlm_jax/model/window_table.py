@@ -51,9 +51,11 @@ class WindowTable:
         return [accepted / self.cost(rows * fed) for accepted, fed in zip(self.accepted, self.fed, strict=True)]
 
     def widest(self, rows: int) -> int:
-        """The window that gains most: the more rows, and the dearer a slot, the narrower."""
+        """The window that gains most: the more rows, and the dearer a slot, the narrower. Never wider than that of one row, which
+        what is compiled for any number of them must hold: costs as measured may rise ever more slowly."""
         gains = self.gains(rows)
-        return AUTO_WINDOWS[gains.index(max(gains))]
+        window = AUTO_WINDOWS[gains.index(max(gains))]
+        return window if rows == 1 else min(window, self.widest(1))
 
 
 # Where nothing was measured. On a CPU as `python -m benchmarks.wall_clock --parts curve` gives it: 0.05 at 34M parameters, 0.04
