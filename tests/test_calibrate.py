@@ -213,9 +213,11 @@ def test_windows_are_measured_stored_and_used_where_they_were_measured(call_wind
     # On another device what windows accept is known still, and what they cost there is added to what was measured here.
     monkeypatch.setattr("wedlm_jax.decode.measured_windows._processor", lambda: "another")
     elsewhere = load(folder / "model")
-    assert elsewhere.window_table == presumed_table(elsewhere.transformer)
+    presumed = presumed_table(elsewhere.transformer)
+    assert elsewhere.window_table == WindowTable(presumed.costs, measured.accepted, measured.fed)
     assert (
-        f"were measured on {here}, not on {device_name(elsewhere)}; python -m" in windows_in_use(elsewhere, [auto])[0]
+        f"they were measured on {here}, not on {device_name(elsewhere)}; python -m"
+        in windows_in_use(elsewhere, [auto])[0]
     )
     assert set(call_windows().measured_windows.costs) == {here, device_name(elsewhere)}
 
@@ -254,7 +256,7 @@ def test_a_file_of_windows_that_is_not_ours_is_named_with_the_mend(folder, chang
     file.write_text(json.dumps(whole))
     assert read_measured_windows(folder / "model").costs == {"cpu": ((1, 1.0), (8, 2.0))}
     file.write_text(json.dumps(whole | changed))
-    with pytest.raises(UserError, match=r"windows.json: holds no measured windows .* delete it; python") as raised:
+    with pytest.raises(UserError, match=r"windows.json: not a file of measured windows .* delete it; python") as raised:
         load(folder / "model")
     assert "\n" not in str(raised.value)
 

@@ -73,7 +73,8 @@ def requests(draw, loop: str, case: Case = Case()) -> tuple[list[int], DecodeCon
         **fields,
         window_size=case.window_size or draw(st.integers(smallest, largest)),
         block_size=draw(st.integers(smallest, largest)),
-        entropy_threshold=draw(st.sampled_from([1.4, 1.8, float("inf"), 1.0, 0.7, 0.3, 0.0, None])),
+        # Most of them fill several masks of a model that is sure of little.
+        entropy_threshold=draw(st.sampled_from([*4 * [float("inf")], 1.8, 1.4, 1.0, 0.7, 0.3, 0.0, None])),
         distance_penalty=draw(st.sampled_from([0.0, 0.02, 0.1, 0.5])),
         fill_rule=draw(st.sampled_from(["auto", "each", "sum", "run"])),
         text_drafts=loop != "verified" or draw(st.sampled_from([True, True, False])),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError
@@ -15,6 +16,8 @@ from wedlm_jax.model.handle import CALIBRATION_FILE, Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
 from wedlm_jax.results import write_json
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,24 +95,31 @@ def fingerprint(model: Model) -> str:
 
 
 def read_calibration(directory: Path) -> Calibration | None:
-    """That of a model's directory; None where it has none.
-
-    Raises:
-      UserError: the file is not one of ours.
-    """
-    file = directory / CALIBRATION_FILE
-    if not file.is_file():
-        return None
-    try:
-        return Calibration(**json.loads(file.read_text(encoding="utf-8")))
-    except (UserError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{file}: not a calibration ({error}); delete it; python -m wedlm_jax.calibrate then writes another"
-        ) from error
+    """That of a model's directory; None where it has none. A `UserError` where the file is not one of ours."""
+    command = "python -m wedlm_jax.calibrate"
+    return read_stored(directory / CALIBRATION_FILE, lambda stored: Calibration(**stored), "a calibration", command)
 
 
 def write_calibration(directory: Path, calibration: Calibration, model: Model) -> Path:
     """Writes the file, for the weights of `model`, and returns its path."""
-    file, weights = directory / CALIBRATION_FILE, fingerprint(model)
-    write_json(file, dataclasses.asdict(dataclasses.replace(calibration, weights=weights)))
+    return write_stored(directory / CALIBRATION_FILE, calibration, model)
+
+
+def read_stored(file: Path, parse: Callable[[Any], T], what: str, command: str) -> T | None:
+    """What a JSON beside the weights holds; None where there is no such file.
+
+    Raises:
+      UserError: it is not `what` it should be; `command` writes it anew.
+    """
+    if not file.is_file():
+        return None
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{file}: not {what} ({error}); delete it; {command} then writes another") from error
+
+
+def write_stored(file: Path, measured: Any, model: Model) -> Path:
+    """Writes a dataclass with a field `weights`, into which the fingerprint of the model's goes, and returns the path."""
+    write_json(file, dataclasses.asdict(dataclasses.replace(measured, weights=fingerprint(model))))
     return file

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import platform
@@ -15,12 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.decode.calibration import fingerprint
+from wedlm_jax.decode.calibration import read_stored, write_stored
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import WINDOWS_FILE, Model
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
-from wedlm_jax.results import write_json
 
 Costs = tuple[tuple[float, float], ...]  # as of `WindowTable`
 
@@ -46,10 +44,9 @@ class MeasuredWindows:
             if len(points) < 2 or sorted(set(slots)) != list(slots) or sorted(costs) != list(costs):
                 raise UserError(f"costs on {device}: must be two pairs of slots and cost or more, ascending")
 
-    def table(self, model: Model) -> WindowTable | None:
-        """For decoding on the devices of `model`; None where forwards were not measured on such ones."""
-        costs = self.costs.get(device_name(model))
-        return None if costs is None else WindowTable(costs, self.accepted, self.fed)
+    def table(self, model: Model, presumed: WindowTable) -> WindowTable:
+        """For decoding on the devices of `model`, at the presumed costs where forwards were not measured on such ones."""
+        return WindowTable(self.costs.get(device_name(model), presumed.costs), self.accepted, self.fed)
 
 
 def device_name(model: Model) -> str:
@@ -64,40 +61,29 @@ def windows_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
     found: MeasuredWindows | None = model.measured_windows
     if found is None or not any(config.adapts for config in configs):
         return []
-    if found.table(model) is not None:
+    if device_name(model) in found.costs:
         return [f"windows as measured on {device_name(model)}"]
     return [
-        f"windows by what is presumed of this device: forwards were measured on {', '.join(found.costs)}, not on "
+        f"windows by what forwards are presumed to cost: they were measured on {', '.join(found.costs)}, not on "
         f"{device_name(model)}; python -m wedlm_jax.calibrate --decoder verified measures them here"
     ]
 
 
 def read_measured_windows(directory: Path) -> MeasuredWindows | None:
-    """Those of a model's directory; None where it has none.
-
-    Raises:
-      UserError: the file is not one of ours.
-    """
-    file = directory / WINDOWS_FILE
-    if not file.is_file():
-        return None
-    try:
-        stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        costs = {name: tuple((slots, cost) for slots, cost in points) for name, points in stored.pop("costs").items()}
-        accepted, fed = (tuple(stored.pop(name)) for name in ("accepted", "fed"))
-        return MeasuredWindows(accepted=accepted, fed=fed, costs=costs, **stored)
-    except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{file}: holds no measured windows ({error}); delete it; python -m wedlm_jax.calibrate --decoder verified then "
-            "writes another"
-        ) from error
+    """Those of a model's directory; None where it has none. A `UserError` where the file is not one of ours."""
+    command = "python -m wedlm_jax.calibrate --decoder verified"
+    return read_stored(directory / WINDOWS_FILE, _from_json, "a file of measured windows", command)
 
 
 def write_measured_windows(directory: Path, measured: MeasuredWindows, model: Model) -> Path:
     """Writes the file, for the weights of `model`, and returns its path."""
-    file, weights = directory / WINDOWS_FILE, fingerprint(model)
-    write_json(file, dataclasses.asdict(dataclasses.replace(measured, weights=weights)))
-    return file
+    return write_stored(directory / WINDOWS_FILE, measured, model)
+
+
+def _from_json(stored: dict[str, Any]) -> MeasuredWindows:
+    costs = {name: tuple((slots, cost) for slots, cost in points) for name, points in stored.pop("costs").items()}
+    accepted, fed = (tuple(stored.pop(name)) for name in ("accepted", "fed"))
+    return MeasuredWindows(accepted=accepted, fed=fed, costs=costs, **stored)
 
 
 def _positive(x: object) -> bool:

@@ -92,15 +92,16 @@ def product_seconds(config: ModelConfig, params: Params, rows: int, rounds: int)
 
 def forward_program(
     config: ModelConfig, params: Params, *, rows: int, slots: int, context: int, allocated: int, masks: int = 0,
-    turns: bool = True,
+    turns: bool = True, weights: Weights | None = None,
 ) -> Program:  # fmt: skip
     """Again and again a window behind a cache and the logits of all its slots, each fed what the one before says.
 
     Args:
       masks: how many slots at the end of a row are masks. An adapter of mask rows runs on these alone; with 0 it does not run.
       turns: with kernels turned where decoding turns them; False: as they were trained.
+      weights: these parameters as decoding holds them already; None: laid out anew.
     """
-    weights = Weights.of(transformer_from(config, params), rows * slots if turns else 1)
+    weights = weights or Weights.of(transformer_from(config, params), rows * slots if turns else 1)
     forwards = forwards_of_a_call(params)
 
     @functools.partial(jax.jit, donate_argnames="cache")

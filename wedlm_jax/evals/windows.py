@@ -55,7 +55,10 @@ def forward_costs(model: Model, context: int, rounds: int, tell: Callable[[str],
         masks = (
             0 if model.config.adapter is None else slots // 2
         )  # about half of what a window feeds; an adapter runs on these
-        return forward_program(model.config, params, rows=1, slots=slots, context=context, allocated=most, masks=masks)
+        weights = model.weights_for(slots)  # held already: no further copy of them
+        return forward_program(
+            model.config, params, rows=1, slots=slots, context=context, allocated=most, masks=masks, weights=weights
+        )
 
     one = program(1)
     points: list[tuple[float, float]] = [(1, 1.0)]

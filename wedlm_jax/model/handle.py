@@ -63,8 +63,8 @@ class Model:
     def window_table(self) -> WindowTable:
         """By which window_size="auto" chooses and widths are compiled: as measured on a device of this kind, else by platform
         and size."""
-        measured = None if self.measured_windows is None else self.measured_windows.table(self)
-        return measured or presumed_table(self.transformer)
+        presumed = presumed_table(self.transformer)
+        return presumed if self.measured_windows is None else self.measured_windows.table(self, presumed)
 
     def __call__(
         self,
