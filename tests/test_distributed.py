@@ -207,6 +207,26 @@ def test_a_process_that_finds_the_bad_input_itself_is_left_to_say_it(monkeypatch
     assert not ended
 
 
+@pytest.mark.parametrize(("index", "says"), [(0, "refuse"), (1, "refuse"), (0, "fail"), (1, "fail")])
+def test_process_0_ends_last_as_jax_aborts_who_loses_its_service(monkeypatch, index, says):
+    """Whichever of the two has the error; an aborted process would tell a scheduler to start the run again."""
+    here, there = tcp_pair()
+    order, both = [], threading.Event()
+
+    def end(status):
+        order.append(threading.current_thread().name)
+        if len(order) == 2:
+            both.set()
+        threading.Event().wait()
+
+    monkeypatch.setattr(lifeline.os, "_exit", end)
+    ends = lifeline.Lifeline({1: here}, 0, 2), lifeline.Lifeline({0: there}, 1, 2)
+    getattr(ends[index], says)()
+    threading.Thread(target=ends[index].end, args=(1,), daemon=True, name="has the error").start()
+    assert both.wait(5)
+    assert order[index == 0] == "has the error"  # process 0 is the second
+
+
 def test_a_process_that_has_finished_is_not_missed(monkeypatch):
     here, there = tcp_pair()
     ended = []  # by its watcher, in a thread of its own

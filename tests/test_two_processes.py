@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -54,11 +55,13 @@ def start(
 
 
 def run(
-    folder: Path, workdir: str, count: int, *overrides: str, die_at: tuple[int, ...] = (0, 0)
+    folder: Path, workdirs: Sequence[str], *overrides: str, die_at: tuple[int, ...] = (0, 0)
 ) -> list[tuple[int, str]]:
-    """Exit status and stderr of each process."""
-    port = free_pair_of_ports()
-    processes = [start(folder, workdir, index, count, port, die_at[index], overrides) for index in range(count)]
+    """Exit status and stderr of each process, as many as there are workdirs."""
+    port, count = free_pair_of_ports(), len(workdirs)
+    processes = [
+        start(folder, workdir, index, count, port, die_at[index], overrides) for index, workdir in enumerate(workdirs)
+    ]
     try:
         errors = [process.communicate(timeout=250)[1] for process in processes]
     finally:
@@ -90,7 +93,7 @@ def losses(workdir: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def one(folder):
     """What a single process gives."""
-    [(status, error)] = run(folder, "one", 1)
+    [(status, error)] = run(folder, ["one"])
     assert status == 0, error
     return folder / "one"
 
@@ -111,15 +114,22 @@ only_full = pytest.mark.skipif(not FULL, reason="a second kill of two processes:
 def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder, one, sizes):
     """Where the tensor axis lies over them, both hold all rows; else each its own."""
     workdir = folder / sizes[1]
-    (survivor, said), (killed, _) = run(folder, sizes[1], 2, *sizes, die_at=(0, KILLED_AT))
+    (survivor, said), (killed, _) = run(folder, [sizes[1]] * 2, *sizes, die_at=(0, KILLED_AT))
     assert killed == -9
     assert survivor == TRY_AGAIN, said
     assert "error: process 1 of 2 is gone" in said and "so process 0 stops too; start all of them again" in said
     assert saved_steps(workdir) in ([2], [2, 4])
 
-    for status, error in run(folder, sizes[1], 2, *sizes):
+    for status, error in run(folder, [sizes[1]] * 2, *sizes):
         assert status == 0, error
     assert_learned_the_same(workdir, one)
+
+
+def test_two_processes_that_do_not_share_a_workdir_are_told(folder):
+    """As with disks of their own, the usual slip on a pod slice: else each would keep half of every checkpoint."""
+    (here, _), (elsewhere, said) = run(folder, ["here", "elsewhere"])
+    assert (here, elsewhere) == (BAD_INPUT, BAD_INPUT)
+    assert "elsewhere: what process 0 has written is not here; choose a --workdir that all processes share" in said
 
 
 FAILS = """

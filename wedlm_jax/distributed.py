@@ -69,11 +69,13 @@ def together() -> Iterator[None]:
         if isinstance(error, UserError):
             print(f"error: {error}", file=sys.stderr, flush=True)
             lifeline.refuse()
-        else:
-            traceback.print_exc()
-        # The others may be about to report the same; and a lost connection that broke a collective is known a little later.
-        time.sleep(1)
-        os._exit(BAD_INPUT if isinstance(error, UserError) else 1)
+            lifeline.end(BAD_INPUT)
+        traceback.print_exc()
+        time.sleep(
+            1
+        )  # if it is a lost connection that broke a collective, the lifeline knows a little later, and ends this
+        lifeline.fail()
+        lifeline.end(1)
     lifeline.finish()
 
 
@@ -131,6 +133,11 @@ def all_gather(x: np.ndarray) -> np.ndarray:
 def any_process(flag: bool) -> bool:
     """Whether `flag` holds in at least one process; all processes must call it, and wait for their devices there."""
     return bool(all_gather(np.asarray(flag)).any()) if _several() else flag
+
+
+def of_main(number: int) -> int:
+    """The `number` of process 0; all processes must call it."""
+    return int(all_gather(np.asarray(number))[0])
 
 
 def barrier(name: str) -> None:

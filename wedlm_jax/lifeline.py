@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from typing import NoReturn
 
 from wedlm_jax.errors import UserError, reason
 
@@ -28,6 +29,7 @@ _MAGIC = b"wedlm_jax\n"
 _ALL_HERE, _FINISHED, _REFUSED = 2**32 - 1, 2**32 - 2, 2**32 - 3
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 0.5  # in which a process that is told of bad input may find the same, and say it itself
+_LAST_SECONDS = 1.0  # by which process 0 outlives the others: jax aborts a process that loses its coordination service
 
 
 class NotMet(UserError):
@@ -40,6 +42,7 @@ class Lifeline:
     def __init__(self, connections: dict[int, socket.socket], index: int, count: int):
         self._connections, self._index, self._count = connections, index, count
         self._finished = False
+        self._ending = threading.Lock()
         for connection in connections.values():
             connection.settimeout(None)
             _keep_alive(connection)
@@ -54,6 +57,18 @@ class Lifeline:
         """Says that this process ends with bad input: so do the others then, since no other try would mend it."""
         self._finished = True
         _tell(self._connections.values(), _REFUSED)
+
+    def fail(self) -> None:
+        """Says that this process ends by an error of its own: so do the others then, and may be started again."""
+        self._finished = True
+        _tell(self._connections.values(), self._index)
+
+    def end(self, status: int) -> NoReturn:
+        """Ends this process, process 0 once the others are gone. A second thread that comes here waits for the first."""
+        self._ending.acquire()
+        if self._index == 0:
+            time.sleep(_LAST_SECONDS)
+        os._exit(status)
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -82,9 +97,9 @@ class Lifeline:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(BAD_INPUT)
+        self.end(BAD_INPUT)
 
-    def _end(self, gone: int) -> None:
+    def _end(self, gone: int) -> NoReturn:
         _tell(self._connections.values(), gone)
         print(
             f"error: process {gone} of {self._count} is gone (killed, out of memory, or an error of its own: see its output), "
@@ -92,7 +107,7 @@ class Lifeline:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(TRY_AGAIN)
+        self.end(TRY_AGAIN)
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float) -> Lifeline:

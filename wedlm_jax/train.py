@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints, ModelFile, saved_steps
+from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints, ModelFile
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, barrier, is_main, together
 from wedlm_jax.errors import UserError, entry
@@ -33,12 +33,14 @@ from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
     base_of,
     checked_workdir,
+    is_begun,
     load_initial,
     note_experiment,
     pinned,
     prepare_workdir,
     progress_of,
     refuse_another_experiment,
+    require_prepared,
     tokenizer_of,
 )
 
@@ -103,7 +105,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         saves the steps before it.
     """
     config, objective = experiment.train, experiment.objective
-    resumed = bool(saved_steps(workdir))
+    resumed = is_begun(workdir)
     if resumed:
         refuse_another_experiment(experiment, workdir)
     if config.wandb is not None and is_main():
@@ -120,6 +122,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     if not resumed and is_main():
         prepare_workdir(experiment, initial, workdir, base, begun.init_from)
     barrier("the workdir is prepared")
+    require_prepared(workdir)
     model_file = ModelFile.read(workdir)
     settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
     tokenizer = tokenizer_of(workdir)

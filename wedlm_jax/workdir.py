@@ -10,10 +10,11 @@ from pathlib import Path
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import Base, ModelFile, chosen_step, differences, saved_steps
+from wedlm_jax.checkpoint import MODEL_FILE, Base, ModelFile, chosen_step, differences, saved_steps
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
+from wedlm_jax.distributed import of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, choose_mask_token_id, copy_tokenizer_files
@@ -26,6 +27,7 @@ from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
+_NOT_SHARED = "choose a --workdir that all processes share (NFS, or a bucket mounted with gcsfuse)"
 
 
 def checked_workdir(named: Path) -> Path:
@@ -42,6 +44,30 @@ def checked_workdir(named: Path) -> Path:
             f"--workdir {named}: names a checkpoint of {folder} wherever a model is read; choose a name without @{step}"
         )
     return Path(folder)
+
+
+def is_begun(workdir: Path) -> bool:
+    """Whether a checkpoint is there to go on from; all processes must ask.
+
+    Raises:
+      UserError: process 0 has another newest one.
+    """
+    newest = max(saved_steps(workdir), default=0)
+    if newest != (expected := of_main(newest)):
+        raise UserError(
+            f"{workdir}: {_checkpoint(newest)} here, and for process 0 {_checkpoint(expected)}; {_NOT_SHARED}"
+        )
+    return newest > 0
+
+
+def require_prepared(workdir: Path) -> None:
+    """Raises a `UserError` where what process 0 prepared is not in this process's `workdir`."""
+    if not (workdir / MODEL_FILE).exists():
+        raise UserError(f"{workdir}: what process 0 has written is not here; {_NOT_SHARED}")
+
+
+def _checkpoint(step: int) -> str:
+    return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
 
 
 def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
@@ -62,13 +88,14 @@ def note_experiment(experiment: Experiment, workdir: Path) -> None:
 
 
 def pinned(experiment: Experiment) -> Experiment:
-    """With the step in `init_from` that it means now: the newest or best one of a workdir is another once that trains on."""
+    """With the step in `init_from` that it means to process 0 now: the newest or best one of a workdir is another once that
+    trains on. All processes must ask."""
     if experiment.init_from is None:
         return experiment
     place, step = split_step(experiment.init_from)
     if not is_workdir(Path(place)):
         return experiment
-    return dataclasses.replace(experiment, init_from=f"{place}@{chosen_step(place, step)}")
+    return dataclasses.replace(experiment, init_from=f"{place}@{of_main(chosen_step(place, step))}")
 
 
 def load_initial(experiment: Experiment, mesh: Mesh) -> Model:

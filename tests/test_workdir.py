@@ -1,0 +1,54 @@
+"""Several processes and one workdir: what process 0 sees there is what all go by, or the run is refused."""
+
+import pytest
+
+from wedlm_jax import workdir as module
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import Experiment
+from wedlm_jax.workdir import is_begun, pinned
+
+
+@pytest.fixture
+def process_0_says(monkeypatch):
+    """What `of_main` answers to this process, as one of several."""
+
+    def says(number):
+        monkeypatch.setattr(module, "of_main", lambda own: number)
+
+    return says
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A workdir with checkpoints of steps 2 and 4, as far as names tell."""
+    for step in ("2", "4"):
+        (tmp_path / "run" / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / step / "_CHECKPOINT_METADATA").write_text("{}")
+    (tmp_path / "run" / "model.json").write_text("{}")
+    return tmp_path / "run"
+
+
+def test_a_run_is_begun_where_process_0_sees_the_same_newest_checkpoint(folder, tmp_path, process_0_says):
+    process_0_says(4)
+    assert is_begun(folder)
+    process_0_says(0)
+    assert not is_begun(tmp_path / "nothing yet")
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (0, "the newest checkpoint is of step 4 here, and for process 0 there is no checkpoint; choose a --workdir"),
+        (2, "the newest checkpoint is of step 4 here, and for process 0 the newest checkpoint is of step 2; choose"),
+    ],
+)
+def test_a_workdir_in_which_process_0_sees_another_checkpoint_is_refused(folder, process_0_says, other, told):
+    process_0_says(other)
+    with pytest.raises(UserError, match=told):
+        is_begun(folder)
+
+
+def test_the_newest_step_of_init_from_is_what_process_0_takes_it_for(folder, process_0_says):
+    """It may be training still: a process that looks later would start from other parameters."""
+    process_0_says(2)
+    assert pinned(Experiment(name="next", init_from=str(folder))).init_from == f"{folder}@2"
