@@ -12,8 +12,10 @@ from wedlm_jax.checkpoint import Checkpoints, ModelFile
 from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.decode.calibration import Calibration, read_calibration, write_calibration
 from wedlm_jax.decode.measured_windows import device_name, read_measured_windows, windows_in_use, write_measured_windows
+from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals import windows
+from wedlm_jax.evals.thresholds import PENALTIES, THRESHOLDS, choose
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable, presumed_table
@@ -49,10 +51,10 @@ def measured(tau, penalty, disagreement, speed):
 
 def test_the_fastest_that_agrees_often_enough_is_chosen():
     slow, fast, wrong = measured(0.1, 0.0, 0.0, 2.0), measured(0.4, 0.0, 0.1, 3.0), measured(0.8, 0.0, 0.11, 4.0)
-    assert calibrate.choose([slow, fast, wrong]) is fast
+    assert choose([slow, fast, wrong]) is fast
     exact = measured(0.4, 0.5, 0.0, 3.0)
-    assert calibrate.choose([slow, fast, exact]) is exact  # as fast, and it agrees more
-    assert calibrate.choose([wrong]) is None
+    assert choose([slow, fast, exact]) is exact  # as fast, and it agrees more
+    assert choose([wrong]) is None
 
 
 def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys, monkeypatch):
@@ -60,7 +62,7 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     found = read_calibration(folder / "model")
     shown = capsys.readouterr().out
     assert CALIBRATION_FILE in shown and found.window_size == 4 and found.max_disagreement == 0.99
-    assert found.entropy_threshold in calibrate.THRESHOLDS and found.distance_penalty in calibrate.PENALTIES
+    assert found.entropy_threshold in THRESHOLDS and found.distance_penalty in PENALTIES
     model = load(folder / "model")
     assert model.calibration == found
     left_open = DecodeConfig(max_new_tokens=9, window_size=4)
@@ -114,7 +116,7 @@ def test_a_step_of_a_workdir_is_calibrated_in_the_workdir_and_named(call, tmp_pa
     with Checkpoints(tmp_path / "run", keep=2) as checkpoints:
         for step in (1, 2):
             checkpoints.save(new_state(init_params(model.config, step), OptimizerConfig()), step, {}, {})
-    monkeypatch.setattr(calibrate, "measure", lambda *_: [found])
+    monkeypatch.setattr(calibrate, "measure_thresholds", lambda *_: [found])
     monkeypatch.setenv("HOME", str(tmp_path))
     call("--model=~/run@1")
     assert f"{tmp_path / 'run' / CALIBRATION_FILE}, for ~/run@1: tau 0.4, " in capsys.readouterr().out
@@ -162,7 +164,7 @@ def test_bad_flags_are_one_line(call, capsys, flags, complaint):
 def test_a_prompt_that_does_not_fit_is_told_before_any_other_is_decoded(call, folder, capsys, monkeypatch):
     with (folder / "in.jsonl").open("a") as lines:
         lines.write(json.dumps({"prompt": "x " * 600}) + "\n")
-    monkeypatch.setattr(calibrate.Engine, "submit", lambda *_, **__: pytest.fail("a prompt was decoded"))
+    monkeypatch.setattr(Engine, "submit", lambda *_, **__: pytest.fail("a prompt was decoded"))
     with pytest.raises(SystemExit) as exit:
         call()
     message = capsys.readouterr().err

@@ -9,7 +9,6 @@ python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --decoder verifie
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,20 +21,15 @@ from rich.table import Table
 from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import Calibration, not_plain, write_calibration
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import bucket, make_request
+from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.measured_windows import MeasuredWindows, device_name, write_measured_windows
 from wedlm_jax.decode.prompt_file import read_prompts
-from wedlm_jax.decode.prompts import Prompt
-from wedlm_jax.engine import Engine
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.evals.agreement import disagreements
+from wedlm_jax.evals.thresholds import choose, measure_thresholds
 from wedlm_jax.evals.windows import acceptance, forward_costs, mean_context
 from wedlm_jax.flags import AdapterFlag, parse, require_positive
-from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
 
-THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
-PENALTIES = (0.0, 0.02, 0.1, 0.5)  # lambda, nats a slot
 ROUNDS = 5  # in which forwards are timed
 ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
 # Settings of the user's own that windows may be measured with.
@@ -108,7 +102,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     _check_flags(args)
     prompts = read_prompts(args.data, "--data")[: args.limit]
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
-    measured = measure(model, prompts, args, console)
+    measured = measure_thresholds(model, prompts, args.decode, args.max_disagreement, args.batch_size)
     chosen = choose(measured)
     console.print(as_table(measured, chosen))
     if chosen is None:
@@ -122,42 +116,6 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     file = write_calibration(_folder(named), chosen, model)
     console.print(f"{file}, for {named}: {chosen.in_words()}", highlight=False, soft_wrap=True)
     return chosen
-
-
-def measure(
-    model: Model, prompts: Sequence[tuple[str, Prompt]], args: Calibrate, console: Console
-) -> list[Calibration]:
-    """One entry for every tau and lambda. All run in one engine: a prompt is prefilled once, and its row's cache used again."""
-    # Every prompt is checked before any is decoded.
-    longest = max(len(make_request(model, prompt, args.decode, row=0, name=name).prompt) for name, prompt in prompts)
-    context = min(bucket(longest + args.decode.max_new_tokens), model.config.max_position_embeddings)
-    engine = Engine(model, rows=args.batch_size, context=context, queue=args.batch_size)
-    pairs = list(itertools.product(THRESHOLDS, PENALTIES))
-    configs = [
-        dataclasses.replace(args.decode, entropy_threshold=tau, distance_penalty=penalty) for tau, penalty in pairs
-    ]
-    totals = {config: [0, 0, 0] for config in configs}  # tokens that differ, tokens, forwards
-    known: dict[tuple, int] = {}  # settings often give the same completion
-    for name, prompt in track(prompts, "calibrating", console=Console(stderr=True)):
-        tickets = [engine.submit(prompt, config, name=name, wait=True) for config in configs]
-        for config, ticket in zip(configs, tickets, strict=True):
-            completion, request = ticket.result(), ticket.request
-            key = (*request.prompt, -1, *completion.ids)
-            if key not in known:
-                banned = request.config.mask_token_id if request.config.ban_mask else None
-                known[key] = disagreements(model, request.prompt, completion.ids, banned)
-            for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
-                totals[config][i] += count
-    return [
-        Calibration(tau, penalty, args.decode.window, args.max_disagreement, differ / tokens, tokens, tokens / forwards)
-        for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
-    ]
-
-
-def choose(measured: Sequence[Calibration]) -> Calibration | None:
-    """The fastest (tokens per forward) that agrees often enough; of equals the one that agrees more. None: there is none."""
-    good = [m for m in measured if m.disagreement <= m.max_disagreement]
-    return max(good, key=lambda m: (m.tokens_per_forward, -m.disagreement), default=None)
 
 
 def as_table(measured: Sequence[Calibration], chosen: Calibration | None) -> Table:
