@@ -93,7 +93,7 @@ def test_verified_generation_with_it_prints_the_text_of_the_base(folder, monkeyp
 
 def test_a_calibration_is_stored_beside_the_adapter(folder, monkeypatch):
     found = Calibration(0.3, 0.1, 16, 0.01, 0.005, 100, 2.0)
-    monkeypatch.setattr(calibrate, "measure", lambda *_: [found])
+    monkeypatch.setattr(calibrate, "measure_thresholds", lambda *_: [found])
     flags = ["--data", "in.jsonl", "--max-disagreement", "0.01"]
     assert run(monkeypatch, "calibrate", "--model", "base", "--adapter", "adapter", *flags) == 0
     assert not (folder / "base" / CALIBRATION_FILE).exists()

@@ -61,8 +61,9 @@ def is_begun(workdir: Path) -> bool:
 
 
 def require_prepared(workdir: Path) -> None:
-    """Raises a `UserError` where what process 0 prepared is not in this process's `workdir`."""
-    if not (workdir / MODEL_FILE).exists():
+    """Raises a `UserError` where what process 0 prepared is not in this process's `workdir`; all processes must ask."""
+    here = (workdir / MODEL_FILE).exists()
+    if of_main(int(here)) and not here:
         raise UserError(f"{workdir}: what process 0 has written is not here; {_NOT_SHARED}")
 
 
