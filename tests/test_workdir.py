@@ -5,7 +5,7 @@ import pytest
 from wedlm_jax import workdir as module
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
-from wedlm_jax.workdir import is_begun, pinned
+from wedlm_jax.workdir import await_prepared, is_begun, pinned
 
 
 @pytest.fixture
@@ -52,3 +52,12 @@ def test_the_newest_step_of_init_from_is_what_process_0_takes_it_for(folder, pro
     """It may be training still: a process that looks later would start from other parameters."""
     process_0_says(2)
     assert pinned(Experiment(name="next", init_from=str(folder))).init_from == f"{folder}@2"
+
+
+def test_a_workdir_that_process_0_has_prepared_must_be_there(folder, tmp_path, process_0_says):
+    process_0_says(1)
+    await_prepared(folder)
+    with pytest.raises(UserError, match="nothing yet: what process 0 has written is not here; choose a --workdir"):
+        await_prepared(tmp_path / "nothing yet")
+    process_0_says(0)  # it is lost for process 0 too, which is another message
+    await_prepared(tmp_path / "nothing yet")

@@ -136,14 +136,8 @@ def any_process(flag: bool) -> bool:
 
 
 def of_main(number: int) -> int:
-    """The `number` of process 0; all processes must call it."""
+    """The `number` of process 0; all processes must call it, and wait for it there."""
     return int(all_gather(np.asarray(number))[0])
-
-
-def barrier(name: str) -> None:
-    """Waits until every process is here."""
-    if _several():
-        multihost_utils.sync_global_devices(name)
 
 
 def _several() -> bool:

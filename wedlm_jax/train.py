@@ -14,7 +14,7 @@ import tyro
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints, ModelFile
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
-from wedlm_jax.distributed import all_gather, barrier, is_main, together
+from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
@@ -31,6 +31,7 @@ from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
+    await_prepared,
     base_of,
     checked_workdir,
     is_begun,
@@ -40,7 +41,6 @@ from wedlm_jax.workdir import (
     prepare_workdir,
     progress_of,
     refuse_another_experiment,
-    require_prepared,
     tokenizer_of,
 )
 
@@ -121,8 +121,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     base = None if resumed else base_of(begun, initial)
     if not resumed and is_main():
         prepare_workdir(experiment, initial, workdir, base, begun.init_from)
-    barrier("the workdir is prepared")
-    require_prepared(workdir)
+    await_prepared(workdir)
     model_file = ModelFile.read(workdir)
     settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
     tokenizer = tokenizer_of(workdir)

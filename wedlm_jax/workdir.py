@@ -60,10 +60,13 @@ def is_begun(workdir: Path) -> bool:
     return newest > 0
 
 
-def require_prepared(workdir: Path) -> None:
-    """Raises a `UserError` where what process 0 prepared is not in this process's `workdir`; all processes must ask."""
-    here = (workdir / MODEL_FILE).exists()
-    if of_main(int(here)) and not here:
+def await_prepared(workdir: Path) -> None:
+    """Waits until process 0 has prepared `workdir`; all processes must call it.
+
+    Raises:
+      UserError: what process 0 has there is not there for this process.
+    """
+    if of_main(int((workdir / MODEL_FILE).exists())) and not (workdir / MODEL_FILE).exists():
         raise UserError(f"{workdir}: what process 0 has written is not here; {_NOT_SHARED}")
 
 
