@@ -39,6 +39,7 @@ command="$home/venv/bin/python3 -m wedlm_jax.train$(printf ' %q' "$@")"
 
 commit=HEAD
 if ((${#run[@]} == 0)); then
+  git -C "$source" update-index -q --refresh || true # stash fails where files were touched but hold what they held
   changed=$(git -C "$source" stash create) # a commit of the tracked files as they are; empty where none was changed
   commit=${changed:-HEAD}
 fi

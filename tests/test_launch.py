@@ -166,6 +166,7 @@ def test_a_tpu_worker_gets_the_tracked_files_as_they_are_each_time(worker):
     repository, home, environment = worker
     for content in ("first", "second, not committed"):
         (repository / "code").write_text(content)
+        os.utime(repository / "code", (0, 0))  # touched, even where it holds what was committed
         done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_PYTHON="python3.12", **environment)
         assert done.returncode == 0, done.stderr
         sent = home / "wedlm_jax_launch" / "source"
