@@ -1,26 +1,31 @@
 """What every test runs under: the CPU, eight devices of it, and the count of random cases."""
 
+# ruff: noqa: E402  jax is imported when its environment is set
 import gc
 import os
 from pathlib import Path
 
-# Read by jax when it is first imported. Tests of sharding need more devices than one; eight of them on two busy cores may
-# wait long for each other, and by default XLA aborts the process after 40 seconds of that.
+FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
+
+# Read by jax when it is first imported, here and in the commands that tests run. Tests of sharding need more devices than one;
+# eight of them on two busy cores may wait long for each other, and by default XLA aborts the process after 40 seconds of that.
+# Compiling is most of what the tests do: all but --full leave most optimisations out, and use XLA's older emitters, on one
+# thread, which takes two thirds of the time that jax_disable_most_optimizations alone leaves.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+        *([] if FULL else ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]),
     ]
 )
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "0" if FULL else "1")
 
 import jax
 import pytest
 from hypothesis import HealthCheck, settings
 from matplotlib.figure import Figure
-
-FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
 
 
 def examples(ordinary: int, full: int) -> int:

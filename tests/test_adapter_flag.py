@@ -21,8 +21,6 @@ from wedlm_jax.model.revision import revision
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.train_state import new_state
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 COMMANDS = {
     "generate.__main__": ["--prompt", "Anna has"],
     "chat.__main__": ["--plain"],

@@ -20,8 +20,6 @@ from wedlm_jax.model.config import ModelOverrides
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.train import train
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 
 @pytest.fixture(autouse=True, scope="module")
 def one_device():

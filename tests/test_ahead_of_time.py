@@ -10,6 +10,7 @@ import pytest
 
 from tests.compiled_step import L, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
+from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices, ahead_of_time
 from wedlm_jax.absent_devices import CHIPS, canonical, devices

@@ -14,6 +14,7 @@ import pytest
 from tests.compiled_step import RESTS_ON, D, H, K, L, N, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
+from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices
 from wedlm_jax.ahead_of_time import trace_step

@@ -22,8 +22,6 @@ from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable, presumed_tab
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.train_state import new_state
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 FLAGS = ("--max-new-tokens", "9", "--window-size", "4", "--batch-size", "8")
 
 

@@ -29,8 +29,6 @@ from wedlm_jax.pretrained import load, save
 from wedlm_jax.train import train
 from wedlm_jax.train_state import new_state
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 EXPERIMENTS = """
 from dataclasses import replace
 

@@ -24,8 +24,6 @@ from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import compile_step, corrupted_streams, wedlm_forward, wedlm_step
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 ADAPTER = AdapterConfig(rank=2, alpha=2.0)  # gentle: in a steep network rounding alone is past the tolerance
 ADAPTED = dataclasses.replace(
     SETTINGS,

@@ -16,8 +16,6 @@ from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from wedlm_jax import save
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 FOLDER = Path(__file__).parents[1] / "launch" / "notebooks"
 TINY = {"CONVERSATIONS": 60, "STEPS": 2, "ROWS": 8, "ROW_LENGTH": 128, "NEW_TOKENS": 4}
 CHATML = (

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import FULL
-from tests.quick_compile import quick_compile  # noqa: F401  for every test of this file
 from wedlm_jax import train_step
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError

@@ -27,8 +27,6 @@ from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 from wedlm_jax.self_generation import COMPLETIONS, FOLDER, MADE_FROM, self_generated_data
 from wedlm_jax.train import train
 
-from .quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 TEXT = SelfGenerated(num_prompts=3, max_new_tokens=6, batch_size=2)
 
 

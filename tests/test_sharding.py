@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests.conftest import FULL
-from tests.quick_compile import quick_compile  # noqa: F401  for every test of this file
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, row_shares

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.quick_compile import quick_compile  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import ModelFile

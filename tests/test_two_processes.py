@@ -36,9 +36,10 @@ def folder(tmp_path_factory):
 def start(
     folder: Path, workdir: str, index: int, count: int, port: int, die_at: int, overrides: tuple[str, ...]
 ) -> subprocess.Popen:
+    devices = f"--xla_force_host_platform_device_count={2 // count}"  # of a flag given twice the last counts
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={2 // count}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {devices}",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(RUNNER.parents[1]),

@@ -17,8 +17,6 @@ from wedlm_jax.model.adapter import AdapterConfig, is_adapter_parameter
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 1]]
 
 

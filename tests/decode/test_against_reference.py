@@ -22,9 +22,6 @@ from ..conftest import FULL, examples
 from ..reference.decoding import Row, decode
 from .models import LOOPS, MASK, ROWS, TINY, reference_of, tiny_model
 
-if not FULL:  # whose cases are many: there, what is compiled is also optimised
-    from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 TIE = 1e-4
 TOKENS = st.integers(0, TINY.vocab_size - 1)
 LONG = dataclasses.replace(TINY, max_position_embeddings=512)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax import absent_devices
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import forward_for_gpu
+from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, start

@@ -21,8 +21,6 @@ from wedlm_jax.train_step import (
     wedlm_step,
 )
 
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
-
 SETTINGS = StepSettings(MODEL, EXPERIMENT.objective, EXPERIMENT.optimizer, mask_token_id=3, total_steps=6, seed=7)
 
 

@@ -18,7 +18,6 @@ from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
 from .adapters import BASE, ON_ALL, ON_MASKS, adapted
 from .conftest import ORACLE
 

@@ -13,7 +13,6 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import init_params, transformer_from
 
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
 from .adapters import with_noise
 
 torch = pytest.importorskip("torch")

@@ -13,7 +13,6 @@ from wedlm_jax.hf.adapter import FILE
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig
 from wedlm_jax.model.parameters import params_of
 
-from ..quick_compile import quick_compile  # noqa: F401  for every test of this file
 from .adapters import BASE, ON_ALL, ON_MASKS, adapted
 from .conftest import ORACLE
 
