@@ -3,21 +3,26 @@
 # ruff: noqa: E402  jax is imported when its environment is set
 import gc
 import os
+from importlib.metadata import version
 from pathlib import Path
 
+from packaging.version import Version
+
 FULL = os.environ.get("WEDLM_FULL") == "1"  # launch/test.sh --full
+# XLA aborts at a flag that it does not know; jaxlib 0.11 has no older emitters any more.
+OLDER_EMITTERS = [] if Version(version("jaxlib")) >= Version("0.11") else ["--xla_cpu_use_fusion_emitters=false"]
 
 # Read by jax when it is first imported, here and in the commands that tests run. Tests of sharding need more devices than one;
 # eight of them on two busy cores may wait long for each other, and by default XLA aborts the process after 40 seconds of that.
-# Compiling is most of what the tests do: all but --full leave most optimisations out, and use XLA's older emitters, on one
-# thread, which takes two thirds of the time that jax_disable_most_optimizations alone leaves.
+# Compiling is most of what the tests do: all but --full leave most optimisations out, and use XLA's older emitters where there
+# are such, on one thread, which takes two thirds of the time that jax_disable_most_optimizations alone leaves.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
-        *([] if FULL else ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]),
+        *([] if FULL else [*OLDER_EMITTERS, "--xla_cpu_parallel_codegen_split_count=1"]),
     ]
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "0" if FULL else "1")
