@@ -92,7 +92,8 @@ stage() {
   printf '. `benchmarks/gpu.sh`%s\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sed 's/^/ · /')"
 } >"$results"
 
-stage "Correctness in bfloat16" 100 benchmarks.correctness "${correctness[@]}"
+# Correctness needs no program to be fast, and finding the fastest would take most of its time.
+XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_autotune_level=0" stage "Correctness in bfloat16" 100 benchmarks.correctness "${correctness[@]}"
 for kernel in "${kernels[@]}"; do
   stage "Attention, $kernel" 35 benchmarks.attention "${attention[@]}" --implementation "$kernel"
 done

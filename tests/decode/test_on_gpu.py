@@ -106,6 +106,9 @@ def weight_shapes(gpus: int = 1) -> tuple[str, ...]:
     cuts = param_shardings(mesh, param_axes(MODEL), shapes)
     matrices = [name for name, sizes in shapes.items() if name.startswith("layers.") and len(sizes) > 2]
     of_a_gpu = [cuts[name].shard_shape(shapes[name])[1:] for name in matrices]
+    if gpus == 1:  # kernels that read the same are joined
+        D, F, H = MODEL.hidden_size, MODEL.intermediate_size, MODEL.head_dim
+        of_a_gpu += [(D, (MODEL.num_heads + 2 * MODEL.num_kv_heads) * H), (D, 2 * F)]
     return *(shape(sizes) for sizes in of_a_gpu), *(shape((1, *sizes)) for sizes in of_a_gpu)
 
 

@@ -1,6 +1,7 @@
 """Layers held apart compute what the stack of them computes; which models hold them so, and what it costs."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -51,14 +52,14 @@ def test_layers_apart_compute_what_their_stack_computes(config):
     }
     transformer = transformer_from(config, {name: jnp.asarray(x, jnp.float32) for name, x in given.items()})
     tokens, masked = noise.integers(0, config.vocab_size, (3, 4)), jnp.arange(4) >= jnp.array([[2], [4], [0]])
-    stacked, apart, turned = (
-        Weights.of(x)
-        for x in (transformer, with_layers_apart(transformer), with_layers_apart(transformer, turned=True))
+    ways = {}, dict(turned=True), dict(joined=True)
+    stacked, apart, turned, joined = map(
+        Weights.of, (transformer, *(with_layers_apart(transformer, **way) for way in ways))
     )
     expected, expected_cache = window(stacked, tokens, masked)
     atol = 0.05 if config.dtype == "bfloat16" else 1e-5
     read = jnp.array([[3, 1], [0, 2], [1, 1]])
-    for weights, of_these in ((apart, None), (apart, read), (turned, None), (turned, read), (stacked, read)):
+    for weights, of_these in itertools.product((apart, turned, joined, stacked), (None, read)):
         hidden, cache = window(weights, tokens, masked, of_these)
         wanted = of_read(CachedWindow(LENGTH, of_these), expected)
         np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(wanted, np.float32), atol=atol)
@@ -176,7 +177,13 @@ def test_on_gpus_layers_lie_apart_where_half_of_the_memory_left_holds_a_copy(a_g
     apart = layers()
     assert isinstance(apart, nnx.List) and not any(layer.mlp.up_proj.turned for layer in apart)
     for number, layer in enumerate(apart):
-        for one, stack in zip(jax.tree.leaves(nnx.state(layer)), arrays, strict=True):
+        if sizes is None:
+            gate, up = (
+                nnx.state(transformer.layers)["mlp"][name]["kernel"][number] for name in ("gate_proj", "up_proj")
+            )
+            np.testing.assert_array_equal(layer.mlp.gate_proj.kernel[...], jnp.concatenate([gate, up], axis=1))
+            continue
+        for one, stack in zip(jax.tree.leaves(nnx.state(layer)), arrays, strict=True):  # none are joined over a mesh
             np.testing.assert_array_equal(one, stack[number])
             assert one.addressable_data(0).shape == stack.addressable_data(0).shape[1:]
 

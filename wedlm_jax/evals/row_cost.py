@@ -20,6 +20,7 @@ from flax import nnx
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.layers import Layer
+from wedlm_jax.model.layers import products as products_of
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import Weights
@@ -149,14 +150,15 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
 
     def layer(x_RD: jax.Array, of_layer: Layer, k_BKCH: jax.Array, v_BKCH: jax.Array) -> jax.Array:
         attention, mlp = of_layer.attention, of_layer.mlp
-        mixed, k, v = (linear.product(x_RD) for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+        mixed, k, v = products_of([attention.q_proj, attention.k_proj, attention.v_proj], x_RD)
         if context:  # which query is whose changes nothing of the time
             scores = jnp.einsum(
                 "BKRH,BKCH->BKRC", mixed.reshape(rows, config.num_kv_heads, -1, config.head_dim), k_BKCH
             )
             mixed = jnp.einsum("BKRC,BKCH->BKRH", scores, v_BKCH).reshape(mixed.shape)
         x_RD = x_RD + attention.o_proj.product(mixed) + jnp.mean(k + v, axis=(1, 2))[:, None]
-        return x_RD + mlp.down_proj.product(mlp.gate_proj.product(x_RD) + mlp.up_proj.product(x_RD))
+        gate, up = products_of([mlp.gate_proj, mlp.up_proj], x_RD)
+        return x_RD + mlp.down_proj.product(gate + up)
 
     @jax.jit
     def run(weights: Weights, x_RD: jax.Array, cache: Cache) -> jax.Array:

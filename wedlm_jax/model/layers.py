@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from wedlm_jax.model.adapter import Target
@@ -48,7 +49,8 @@ class Linear(nnx.Module):
         target: Target | None = None,
         rngs: nnx.Rngs,
     ):
-        self.equation, self.dtype, self.turned = equation, config.dtype, False
+        self.equation, self.dtype, self.turned, self.joined = equation, config.dtype, False, False
+        self.outputs = shape[len(_inputs_and_outputs(equation)[0]) :]
         init = nnx.initializers.normal(stddev)
         self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=axes)
         self.bias = nnx.Param(jnp.zeros(shape[1:], config.param_dtype), axes=axes[1:]) if bias else None
@@ -70,7 +72,7 @@ class Linear(nnx.Module):
         """From now on the kernel lies one output after the other, [outputs, inputs], as `rows_by_matrix` takes it. For layers
         that decode: nothing that trains, saves or exports parameters knows it."""
         kernel, inputs = self.kernel[...], len(_inputs_and_outputs(self.equation)[0])
-        self.turned, self.outputs = True, kernel.shape[inputs:]
+        self.turned = True
         self.kernel = nnx.Param(kernel.reshape(math.prod(kernel.shape[:inputs]), -1).T)
 
     def product(self, tokens: jax.Array) -> jax.Array:
@@ -81,8 +83,8 @@ class Linear(nnx.Module):
         y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).astype(self.dtype)
         return y.reshape(len(tokens), *self.outputs)
 
-    def of_base(self, tokens: jax.Array) -> jax.Array:
-        y = self.product(tokens)
+    def biased(self, y: jax.Array) -> jax.Array:
+        """What the base gives, of the product."""
         # Added in float32, so that its gradient, a sum over all tokens, is summed in float32 too.
         return y if self.bias is None else (y.astype(jnp.float32) + self.bias[...]).astype(self.dtype)
 
@@ -97,7 +99,7 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
     """The outputs of layers that read the same x [B, L, ...]. Their products with A are one: narrow ones cost as much each."""
     # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
     tokens = x.reshape(-1, *x.shape[2:])
-    outputs = [linear.of_base(tokens) for linear in linears]
+    outputs = [linear.biased(y) for linear, y in zip(linears, products(linears, tokens), strict=True)]
     pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
     if adapted is not False and pairs:
         a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
@@ -106,6 +108,27 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
             if linear.lora_a is not None:
                 outputs[number] = _where(adapted, outputs[number] + linear.delta(parts.pop(0)), outputs[number])
     return [y.reshape(*x.shape[:2], *y.shape[1:]) for y in outputs]
+
+
+def join(linears: Sequence[Linear]) -> None:
+    """From now on the first holds the kernels of all, [inputs, outputs of all], of layers that read the same x: a GPU reads one
+    large matrix at a higher rate than its parts, and for one token XLA writes out what it multiplies with a small one before it
+    adds it up (benchmarks/RESULTS.md, "A forward on a GPU"). For layers that decode, as `Linear.turn`."""
+    kernels = [linear.kernel[...] for linear in linears]
+    linears[0].kernel = nnx.Param(jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1))
+    for linear in linears[1:]:
+        del linear.kernel
+    for linear in linears:
+        linear.joined = True
+
+
+def products(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]:
+    """`Linear.product` of each, of layers that read the same tokens, joined or not."""
+    if not linears[0].joined:
+        return [linear.product(tokens) for linear in linears]
+    sizes = [math.prod(linear.outputs) for linear in linears]
+    parts = jnp.split(tokens @ linears[0].kernel[...].astype(linears[0].dtype), np.cumsum(sizes)[:-1], axis=1)
+    return [y.reshape(len(tokens), *linear.outputs) for linear, y in zip(linears, parts, strict=True)]
 
 
 def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) -> jax.Array:
@@ -180,6 +203,9 @@ class Attention(nnx.Module):
             out = pattern(q, k, v, self.implementation)
         return self.o_proj(out, of_read(pattern, adapted)), cache
 
+    def join(self) -> None:
+        join([self.q_proj, self.k_proj, self.v_proj])
+
     def queries_keys_values(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array] | None, adapted: AdaptedRows = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -204,6 +230,9 @@ class MLP(nnx.Module):
         self.up_proj = Linear(config, "TD,DF->TF", (D, F), inward, stddev=stddev, target="up_proj", rngs=rngs)
         outward, stddev = ("mlp", "embed"), residual_stddev(config, fan_in=F)
         self.down_proj = Linear(config, "TF,FD->TD", (F, D), outward, stddev=stddev, target="down_proj", rngs=rngs)
+
+    def join(self) -> None:
+        join([self.gate_proj, self.up_proj])
 
     def __call__(self, x_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         gate, up = project([self.gate_proj, self.up_proj], x_BLD, adapted)

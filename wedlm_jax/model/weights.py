@@ -61,10 +61,14 @@ class Weights:
     @classmethod
     def of(cls, transformer: Transformer, rows: int = 1) -> Weights:
         """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned. On
-        GPUs with layers apart where there is room for a copy of them."""
+        GPUs with layers apart where there is room for a copy of them; on one that computes alone, joined."""
         mesh = mesh_of(nnx.state(transformer))
         if _gains_from_layers_apart(transformer, mesh):
-            transformer = with_layers_apart(transformer, turned=gains_from_turned_kernels(transformer, rows))
+            transformer = with_layers_apart(
+                transformer,
+                turned=gains_from_turned_kernels(transformer, rows),
+                joined=mesh is None and _lie_on(jax.tree.leaves(nnx.state(transformer.layers)), GPUS),
+            )
         graph, state = nnx.split(transformer)
         arrays, tree = jax.tree.flatten(state)
         structure = Structure(graph, tree, mesh)
@@ -133,7 +137,7 @@ def gains_from_turned_kernels(transformer: Transformer, rows: int) -> bool:
     return on_cpu and rows >= ROWS_TO_TURN_FOR and PROCESSOR_CACHE < sum(x.nbytes for x in arrays) <= LARGEST_COPY
 
 
-def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transformer:
+def with_layers_apart(transformer: Transformer, turned: bool = False, joined: bool = False) -> Transformer:
     """The same transformer, with arrays of its own for each layer.
 
     A scan takes every layer's parameters out of the stack before it computes with them, which on a CPU and a GPU copies the
@@ -143,7 +147,8 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
     On a CPU the arrays are views of the stack: no memory is taken, but where rows of it are not aligned as XLA wants them. On a
     GPU they are copies, and so are turned kernels (`Linear.turn`), read in the order in which they lie: of the few rows of a
     decoding step the product with a kernel that lies inputs first, which XLA on CPU reads in strides, takes up to twice as long
-    (benchmarks/RESULTS.md, "Kernels turned for decoding").
+    (benchmarks/RESULTS.md, "Kernels turned for decoding"). Kernels of one input can be joined (`layers.join`); over a mesh a
+    device's parts of them would not lie side by side.
     """
     graph, stacked = transformer.split_stack()
     of_layer = _views(stacked) if _lie_on(jax.tree.leaves(stacked), CPU) else _copies(stacked)
@@ -153,6 +158,10 @@ def with_layers_apart(transformer: Transformer, turned: bool = False) -> Transfo
             for _, module in nnx.iter_modules(layer):
                 if isinstance(module, Linear):
                     module.turn()
+    if joined:
+        for layer in apart:
+            layer.attention.join()
+            layer.mlp.join()
     transformer = nnx.merge(*nnx.split(transformer))
     transformer.layers = nnx.List(apart)
     return transformer

@@ -108,7 +108,10 @@ def _attend(causal: bool, kernels: Kernels, q, k, v, start, end, own: OwnBlocks 
 
 def _forward(causal, kernels, q, k, v, start, end, own):
     k, v = (x.astype(q.dtype) for x in (k, v))
-    out, lse_BNT = jax.vmap(functools.partial(kernels.forward, causal=causal))(q, k, v, start, end)
+    # The barrier: XLA would run a kernel a second time to have it write straight into the stack of what a scan keeps.
+    out, lse_BNT = jax.lax.optimization_barrier(
+        jax.vmap(functools.partial(kernels.forward, causal=causal))(q, k, v, start, end)
+    )
     lse = lse_BNT.swapaxes(1, 2)
     if own is not None:
         own_out, own_lse = (x.reshape(*q.shape[:2], *x.shape[2:]) for x in attend(*own.by_block(q)))
