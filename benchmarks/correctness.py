@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import numpy as np
 import tyro
 
 from benchmarks.loss import all_at_once
-from benchmarks.side_by_side import forward_and_backward, machine, print_table
+from benchmarks.side_by_side import compile_all, forward_and_backward, machine, print_table
 from wedlm_jax.diffusion.dual_stream import visibility
 from wedlm_jax.errors import entry
 from wedlm_jax.model.patterns import DualStream
@@ -73,9 +74,9 @@ def measured(flags: Flags, paths: Mapping[str, Path]) -> Iterator[tuple[str, str
         case = f"H = {head_dim}, {heads} / {kv_heads} heads, blocks of {block_size}"
         found = of_dual_stream(paths, flags.length, head_dim, heads, kv_heads, block_size)
         yield from ((path, case, ratios) for path, ratios in found.items())
-        yield "attend_cache", case, of_cache(flags.length, head_dim, heads, kv_heads)
-        if jax.default_backend() == "gpu":
-            yield "attend_cache, split", case, of_cache(flags.length, head_dim, heads, kv_heads, split=True)
+        splits = (False, True) if jax.default_backend() == "gpu" else (False,)
+        of_windows = of_cache(flags.length, head_dim, heads, kv_heads, splits)
+        yield from zip(("attend_cache", "attend_cache, split"), itertools.repeat(case), ([x] for x in of_windows))
     yield "ops.cross_entropy", "half of the rows carry a loss", of_losses(flags.length)
 
 
@@ -123,14 +124,14 @@ def of_dual_stream(
 
 
 def of_cache(
-    slots: int, head_dim: int, heads: int, kv_heads: int, window: int = 16, *, split: bool = False
+    slots: int, head_dim: int, heads: int, kv_heads: int, splits: Sequence[bool] = (False,), window: int = 16
 ) -> list[float]:
     """Of the output of a window behind an empty cache and of one behind a cache that is half full: the worse of the two, as the
-    first errs several times as much and would hide the second."""
+    first errs several times as much and would hide the second. A figure for each way: by the split kernel or not."""
     q, k, v, _ = random_heads(2, slots, head_dim, heads, kv_heads)
     end = jnp.array([[1], [slots // 2]]) + jnp.arange(window)
 
-    def through_cache(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def through_cache(q: jax.Array, k: jax.Array, v: jax.Array, *, split: bool) -> jax.Array:
         k_LBKSH, v_LBKSH = (x.swapaxes(1, 2)[None] for x in (k, v))
         return attend_cache(q, k_LBKSH, v_LBKSH, jnp.int32(0), end, split=split)
 
@@ -138,8 +139,10 @@ def of_cache(
         return lambda *qkv: tuple(attention(*qkv))
 
     plain = dense(jnp.arange(slots) < end[..., None])
-    ratios = errors({"": by_row(through_cache)}, by_row(plain), (q[:, :window], k, v))[""]
-    return [float(np.max(ratios))]  # nan if one is
+    ours = {str(split): by_row(functools.partial(through_cache, split=split)) for split in splits}
+    return [
+        float(np.max(ratios)) for ratios in errors(ours, by_row(plain), (q[:, :window], k, v)).values()
+    ]  # nan if one is
 
 
 def random_heads(rows: int, length: int, head_dim: int, heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
@@ -207,20 +210,22 @@ def errors(
         plain = forward_and_backward(plain)
         # Losses are float32 whatever goes in, and so is what comes back for them.
         low = *low, cotangent if cotangent.ndim == 1 else cotangent.astype(jnp.bfloat16)
+    # Of the rounded operands: what is lost by rounding them is nobody's error.
     with jax.default_matmul_precision("highest"):
-        # Of the rounded operands: what is lost by rounding them is nobody's error.
-        exact = jax.tree.leaves(jax.jit(plain)(*(x.astype(jnp.float32) for x in low)))
+        exact = jax.jit(plain).lower(*(x.astype(jnp.float32) for x in low))
+    lowered = [jax.jit(function).lower(*low) for function in (plain, *ours.values())]
+    # With every rounding that is written down: XLA would leave out some, of the plain form and of interpreted kernels.
+    compiled = compile_all([exact, *lowered], {"xla_allow_excess_precision": False})
+    expected = jax.tree.leaves(compiled.pop(0)(*(x.astype(jnp.float32) for x in low)))
 
-    def distances(function: Function) -> list[float]:
-        # With every rounding that is written down: XLA would leave out some, of the plain form and of interpreted kernels.
-        compiled = jax.jit(function, compiler_options={"xla_allow_excess_precision": False})
-        pairs = zip(jax.tree.leaves(compiled(*low)), exact, strict=True)
+    def distances(program: jax.stages.Compiled) -> list[float]:
+        pairs = zip(jax.tree.leaves(program(*low)), expected, strict=True)
         return [float(jnp.linalg.norm((x.astype(jnp.float32) - y).ravel())) for x, y in pairs]
 
-    theirs = distances(plain)
+    theirs, *of_ours = map(distances, compiled)
     return {
-        name: [mine / their for mine, their in zip(distances(function), theirs, strict=True)]
-        for name, function in ours.items()
+        name: [mine / their for mine, their in zip(of_one, theirs, strict=True)]
+        for name, of_one in zip(ours, of_ours, strict=True)
     }
 
 

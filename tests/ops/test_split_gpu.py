@@ -144,7 +144,7 @@ def test_in_bfloat16_every_row_errs_little_more_than_by_dense_attention(monkeypa
         return out
 
     monkeypatch.setattr(cache, "attend_split", interpreted_split)
-    assert max(correctness.of_cache(4096, 64, 4, 2, split=split)) <= correctness.ALLOWED
+    assert max(correctness.of_cache(4096, 64, 4, 2, splits=(split,))) <= correctness.ALLOWED
 
 
 def test_a_cache_is_judged_by_its_worst_row(monkeypatch):
