@@ -1,4 +1,4 @@
-"""What one decoding forward compiles to for a GPU that is not there, in three forms: of what it costs beside its products.
+"""What one decoding forward compiles to for a GPU that is not there, in four forms: of what it costs beside its products.
 
     JAX_PLATFORMS=cpu python -m benchmarks.forward_for_gpu       # Qwen3-8B in bfloat16, 16 slots, an H100
 
@@ -35,10 +35,13 @@ from wedlm_jax.program_costs import runs_by_computation
 from wedlm_jax.sharding import MeshConfig, make_mesh, replicated
 
 FORWARDS = 2  # of a call: more than one, so that they are a loop
-FORMS: dict[str, tuple[bool, Implementation]] = {  # whether layers lie apart, and attention
-    "layers in a stack, attention by XLA": (False, "xla"),
-    "layers apart, attention by XLA": (True, "xla"),
-    "layers apart, split kernel": (True, "auto"),
+FORMS: dict[
+    str, tuple[bool, bool, Implementation]
+] = {  # whether layers lie apart, whether kernels are joined, and attention
+    "layers in a stack, attention by XLA": (False, False, "xla"),
+    "layers apart, attention by XLA": (True, False, "xla"),
+    "layers apart, split kernel": (True, False, "auto"),
+    "layers apart, joined, split kernel": (True, True, "auto"),
 }
 STARTED = ("fusion", "fusion-start", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
 INSIDE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
@@ -70,7 +73,7 @@ def main() -> None:
     )
 
 
-def row(name: str, flags: Flags, apart: bool, attention: Implementation) -> tuple[str, ...]:
+def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implementation) -> tuple[str, ...]:
     model = shapes.shape(flags.shape, dtype="bfloat16", param_dtype="bfloat16", attention=attention)
     mesh = make_mesh(MeshConfig(data=1), devices(canonical(flags.topology)))
 
@@ -80,6 +83,9 @@ def row(name: str, flags: Flags, apart: bool, attention: Implementation) -> tupl
             graph, stacked = built.split_stack()
             layers = (jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(model.num_layers))
             built.layers = nnx.List([nnx.merge(graph, layer) for layer in layers])
+            for layer in built.layers if joined else ():
+                layer.attention.join()
+                layer.mlp.join()
         return built
 
     def there(tree):

@@ -9,9 +9,9 @@ Kernels: `sm90` (Pallas Mosaic, Hopper: bfloat16 and float16) and `triton` (Pall
 The forward kernels skip tiles by both ends of the ranges. Backward, both skip the future where `causal` says that there is one
 (`sm90` masks the rest element by element, `triton` by a bool [T, S] a row), and neither skips other documents.
 
-Run in the tests: `triton`, interpreted on CPU, forward and backward, in float32 and bfloat16, and both lowered for CUDA. Never
-run by us: `sm90` on any GPU, and `triton` compiled on any GPU; benchmarks/gpu.sh does both, for correctness and for speed, and
-trial.py before "auto" takes them.
+Both ran on an H200, of tokamax 0.0.17 (benchmarks/RESULTS.md, "On a GPU"), and on no other GPU. In the tests `triton` runs,
+interpreted on CPU, forward and backward, in float32 and bfloat16, and both are lowered for CUDA. trial.py runs them before "auto"
+takes them, benchmarks/gpu.sh measures them.
 """
 
 from __future__ import annotations
@@ -196,14 +196,24 @@ def _unchecked() -> Iterator[None]:
 
 
 @functools.cache
-def sm90() -> Kernels:
-    """Hopper: tiles by the bulk copy engine, warp groups that compute while others load."""
+def sm90(
+    forward_tiles: tuple[int, int, int, bool] = (64, TILE, 2, False),
+    backward_tiles: tuple[int, int, int, int] = (64, 64, 2, 2),
+) -> Kernels:
+    """Hopper: tiles by the bulk copy engine, warp groups that compute while others load.
+
+    Args:
+      forward_tiles: queries and keys of a tile, stages of loading, and whether a program takes tile after tile.
+      backward_tiles: queries and keys of a tile, stages, warp groups that compute. Both defaults were the fastest on an H200 of
+        those that fit (`python -m benchmarks.flash_tiles`).
+    """
     forward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_kernel_sm90")
     backward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
 
     def forward(q, k, v, start, end, *, causal):
         del causal  # the ranges say it, and skip by it
-        config = forward_kernel.Config(block_q=64, block_kv=TILE, num_stages=2)
+        queries, keys, stages, persistent = forward_tiles
+        config = forward_kernel.Config(block_q=queries, block_kv=keys, num_stages=stages, persistent=persistent)
         out, (peak, total) = forward_kernel.flash_attention_kernel(
             q, k, v, None, None, start[None], end[None],
             is_causal=False, logits_soft_cap=None, logits_scale=q.shape[-1] ** -0.5, out_dtype=q.dtype,
@@ -212,7 +222,15 @@ def sm90() -> Kernels:
         return out, peak + jnp.log(total)
 
     def backward(q, k, v, start, end, lse, out, d_out, *, causal):
-        config = backward_kernel.Config(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64, num_stages=2)
+        queries, keys, stages, groups = backward_tiles
+        config = backward_kernel.Config(
+            block_q_dkv=queries,
+            block_kv_dkv=keys,
+            block_q_dq=queries,
+            block_kv_dq=keys,
+            num_stages=stages,
+            compute_wgs=groups,
+        )
         return backward_kernel.flash_attention_vjp_kernel(
             q, k, v, (lse, jnp.ones_like(lse)), out, d_out, None, None, start[None], end[None],
             logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=None, is_causal=causal, ds_dtype=None, config=config,

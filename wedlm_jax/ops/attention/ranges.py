@@ -29,7 +29,7 @@ WIDER_KEY_TILES = 4  # so many times as wide at most, where the queries are few
 DENSE_SCORES = 2**16
 
 # A round costs a GPU the host's answer and the start of several kernels, however little it computes: so its tiles have four times
-# as many queries and keys, and of few queries four times as many scores are held at once. Reckoned; nothing has run on a GPU.
+# as many queries and keys, and of few queries four times as many scores are held at once. Reckoned, not measured.
 LARGER_ON_GPU = 4
 
 # The name of output and log-sum-exp, of every implementation, to a remat policy: what it keeps by this name

@@ -5,8 +5,8 @@ program of its own (Flash-Decoding): all queries of one kv head are the rows of 
 split where they lie in the cache, and the softmaxes of the splits are merged by log-sum-exp. How long a context is is data: what
 is not used costs nothing, and no program is compiled for it.
 
-Run in the tests: interpreted on CPU, and compiled for an H100 that is not there. Never run on a GPU by us: trial.py does, before
-"auto" takes it.
+It ran on an H200 (benchmarks/RESULTS.md, "On a GPU"), and on no other GPU: trial.py runs it before "auto" takes it. In the tests
+it runs interpreted on CPU, and is compiled for an H100 that is not there.
 """
 
 from __future__ import annotations

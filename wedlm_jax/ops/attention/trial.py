@@ -1,6 +1,6 @@
 """Whether the kernels for GPUs are right on the GPU that is here, before "auto" takes them.
 
-They are for kinds of GPU that nobody here has, and those of flash attention are another library's, reached below its public
+They have run on one kind of GPU (an H200), and those of flash attention are another library's, reached below its public
 functions. So the first program that could use them runs them once on short rows of its own heads and dtype, forward and backward
 where there is a backward, beside dense attention: where they end with an error (a GPU too old for them, say) or with other
 numbers, XLA's own attention is used and the log says why. What is tried is whether they are wrong; how exact and how fast they
