@@ -151,6 +151,12 @@ def test_prefill_copies_no_weights_and_writes_the_cache_where_it_lies(compiled):
 def test_the_benchmark_of_a_forward_finds_the_copies_of_a_stack_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["forward_for_gpu", "--shape", "34m", "--slots", "1024"])
     forward_for_gpu.main()
-    stack, apart, split = (line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[-3:])
-    assert [float(cells[1]) > 0 for cells in (stack, apart, split)] == [True, False, False]  # GB
-    assert [int(cells[3]) for cells in (stack, apart, split)] == [8, 8, 0]  # waits for the host, one in a layer
+    stack, apart, split, joined = (line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[-4:])
+    assert [float(cells[1]) > 0 for cells in (stack, apart, split, joined)] == [True, False, False, False]  # GB
+    assert [int(cells[3]) for cells in (stack, apart, split, joined)] == [
+        8,
+        8,
+        0,
+        0,
+    ]  # waits for the host, one in a layer
+    assert int(joined[2]) < int(split[2])  # kernels

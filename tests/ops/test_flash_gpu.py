@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 import sys
 
 import jax
@@ -15,12 +16,14 @@ from benchmarks import correctness
 from tests.ops.cuda import lowered_for_cuda
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.absent_devices import devices, has_gpu_compiler
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.model.transformer import REMAT_POLICIES
 from wedlm_jax.ops.attention import OwnBlocks, flash_gpu, trial
 from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.flash_gpu import TILE, flash_attention, sm90, triton, unsupported
+from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 # Looked for and not imported: the module under test says how that is done.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("tokamax") is None, reason="tokamax is not installed")
@@ -173,6 +176,22 @@ def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(interpreted, case):
 
 def assert_close(ours, expected):
     assert np.max(np.abs(ours - expected)) <= 1e-5 * np.max(np.abs(expected))
+
+
+@pytest.mark.skipif(not has_gpu_compiler(), reason="jax's CUDA plugin is not installed: requirements-gpu-compiler.txt")
+def test_a_scan_that_keeps_what_the_kernels_give_runs_each_once():
+    """XLA would run one again to have it write into the stack of what is kept."""
+    mesh = make_mesh(MeshConfig(data=1), devices("h100:1"))
+    pattern = DualStream(jnp.ones((1, 512), int), 32)
+
+    def loss(x):
+        layer = jax.checkpoint(lambda x, _: (x + pattern.by_flash(x, x, x), None), policy=REMAT_POLICIES["dots"])
+        with on_mesh(mesh):
+            return jnp.sum(jax.lax.scan(layer, x, None, length=3)[0].astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((1, 1024, 2, 128), jnp.bfloat16, sharding=replicated(mesh))
+    text = jax.jit(jax.grad(loss)).lower(x).compile().as_text()
+    assert len(re.findall(r"custom-call\(.*flash_attention_sm90", text)) == 2  # one for each stream
 
 
 def test_importing_the_kernels_leaves_the_type_checker_of_others_in_its_place():

@@ -19,8 +19,7 @@ from flax import nnx
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
-from wedlm_jax.model.layers import Layer
-from wedlm_jax.model.layers import products as products_of
+from wedlm_jax.model.layers import Layer, products_of
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.weights import Weights

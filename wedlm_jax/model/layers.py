@@ -99,7 +99,7 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
     """The outputs of layers that read the same x [B, L, ...]. Their products with A are one: narrow ones cost as much each."""
     # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
     tokens = x.reshape(-1, *x.shape[2:])
-    outputs = [linear.biased(y) for linear, y in zip(linears, products(linears, tokens), strict=True)]
+    outputs = [linear.biased(y) for linear, y in zip(linears, products_of(linears, tokens), strict=True)]
     pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
     if adapted is not False and pairs:
         a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
@@ -122,7 +122,7 @@ def join(linears: Sequence[Linear]) -> None:
         linear.joined = True
 
 
-def products(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]:
+def products_of(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]:
     """`Linear.product` of each, of layers that read the same tokens, joined or not."""
     if not linears[0].joined:
         return [linear.product(tokens) for linear in linears]
