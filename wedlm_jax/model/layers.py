@@ -113,7 +113,7 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
 def join(linears: Sequence[Linear]) -> None:
     """From now on the first holds the kernels of all, [inputs, outputs of all], of layers that read the same x: a GPU reads one
     large matrix at a higher rate than its parts, and for one token XLA writes out what it multiplies with a small one before it
-    adds it up (benchmarks/RESULTS.md, "A forward on a GPU"). For layers that decode, as `Linear.turn`."""
+    adds it up (benchmarks/RESULTS.md, "On a GPU"). For layers that decode, as `Linear.turn`."""
     kernels = [linear.kernel[...] for linear in linears]
     linears[0].kernel = nnx.Param(jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1))
     for linear in linears[1:]:
