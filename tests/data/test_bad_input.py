@@ -60,7 +60,9 @@ BAD_LINES = {
         '{"messages": {"role": ["user", "assistant"], "content": ["a"]}}', "messages is an object, not a list of messages",
     ),
     "lists that are nested too deep": (
-        '{"messages": ' + "[" * 700 + "]" * 700 + "}", "lists or objects are nested too deep",
+        '{"messages": ' + "[" * 700 + "]" * 700 + "}",
+        # Python 3.12 has one frame for a list that a comprehension reads, and gets through.
+        "lists or objects are nested too deep" if sys.version_info < (3, 12) else "message 0 is list, not an object",
     ),
     "no message": (conversation("hi"), "message 0 is str, not an object with role and content"),
     "an unknown role": (conversation({"role": "bot", "content": "x"}), "message 0: the role 'bot' is unknown; the roles are"),
