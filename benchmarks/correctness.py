@@ -140,9 +140,8 @@ def of_cache(
 
     plain = dense(jnp.arange(slots) < end[..., None])
     ours = {str(split): by_row(functools.partial(through_cache, split=split)) for split in splits}
-    return [
-        float(np.max(ratios)) for ratios in errors(ours, by_row(plain), (q[:, :window], k, v)).values()
-    ]  # nan if one is
+    of_ways = errors(ours, by_row(plain), (q[:, :window], k, v)).values()
+    return [float(np.max(ratios)) for ratios in of_ways]  # nan if one is
 
 
 def random_heads(rows: int, length: int, head_dim: int, heads: int, kv_heads: int) -> tuple[jax.Array, ...]:
