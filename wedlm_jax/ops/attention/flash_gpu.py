@@ -197,13 +197,13 @@ def _unchecked() -> Iterator[None]:
 
 @functools.cache
 def sm90(
-    forward_tiles: tuple[int, int, int, bool] = (64, TILE, 2, False),
+    forward_tiles: tuple[int, int, int] = (64, TILE, 2),
     backward_tiles: tuple[int, int, int, int] = (64, 64, 2, 2),
 ) -> Kernels:
     """Hopper: tiles by the bulk copy engine, warp groups that compute while others load.
 
     Args:
-      forward_tiles: queries and keys of a tile, stages of loading, and whether a program takes tile after tile.
+      forward_tiles: queries and keys of a tile, stages of loading.
       backward_tiles: queries and keys of a tile, stages, warp groups that compute. Both defaults were the fastest on an H200 of
         those that fit (`python -m benchmarks.flash_tiles`).
     """
@@ -212,8 +212,8 @@ def sm90(
 
     def forward(q, k, v, start, end, *, causal):
         del causal  # the ranges say it, and skip by it
-        queries, keys, stages, persistent = forward_tiles
-        config = forward_kernel.Config(block_q=queries, block_kv=keys, num_stages=stages, persistent=persistent)
+        queries, keys, stages = forward_tiles
+        config = forward_kernel.Config(block_q=queries, block_kv=keys, num_stages=stages)
         out, (peak, total) = forward_kernel.flash_attention_kernel(
             q, k, v, None, None, start[None], end[None],
             is_causal=False, logits_soft_cap=None, logits_scale=q.shape[-1] ** -0.5, out_dtype=q.dtype,
@@ -224,13 +224,9 @@ def sm90(
     def backward(q, k, v, start, end, lse, out, d_out, *, causal):
         queries, keys, stages, groups = backward_tiles
         config = backward_kernel.Config(
-            block_q_dkv=queries,
-            block_kv_dkv=keys,
-            block_q_dq=queries,
-            block_kv_dq=keys,
-            num_stages=stages,
+            block_q_dkv=queries, block_kv_dkv=keys, block_q_dq=queries, block_kv_dq=keys, num_stages=stages,
             compute_wgs=groups,
-        )
+        )  # fmt: skip
         return backward_kernel.flash_attention_vjp_kernel(
             q, k, v, (lse, jnp.ones_like(lse)), out, d_out, None, None, start[None], end[None],
             logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=None, is_causal=causal, ds_dtype=None, config=config,
