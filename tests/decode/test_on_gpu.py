@@ -159,4 +159,4 @@ def test_the_benchmark_of_a_forward_finds_the_copies_of_a_stack_alone(monkeypatc
         0,
         0,
     ]  # waits for the host, one in a layer
-    assert int(joined[2]) < int(split[2])  # kernels
+    assert int(joined[2]) <= int(split[2])  # kernels
