@@ -35,9 +35,8 @@ from wedlm_jax.program_costs import runs_by_computation
 from wedlm_jax.sharding import MeshConfig, make_mesh, replicated
 
 FORWARDS = 2  # of a call: more than one, so that they are a loop
-FORMS: dict[
-    str, tuple[bool, bool, Implementation]
-] = {  # whether layers lie apart, whether kernels are joined, and attention
+# Whether layers lie apart, whether kernels are joined, and attention.
+FORMS: dict[str, tuple[bool, bool, Implementation]] = {
     "layers in a stack, attention by XLA": (False, False, "xla"),
     "layers apart, attention by XLA": (True, False, "xla"),
     "layers apart, split kernel": (True, False, "auto"),
@@ -84,8 +83,7 @@ def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implement
             layers = (jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(model.num_layers))
             built.layers = nnx.List([nnx.merge(graph, layer) for layer in layers])
             for layer in built.layers if joined else ():
-                layer.attention.join()
-                layer.mlp.join()
+                layer.join()
         return built
 
     def there(tree):

@@ -11,6 +11,7 @@ from benchmarks import (
     admission,
     correctness,
     decode_forward,
+    flash_tiles,
     idle_rows,
     prompt_file,
     quickstart_seeds,
@@ -172,3 +173,30 @@ def test_a_model_that_is_not_there_is_one_line_and_status_2(benchmark, tmp_path,
         benchmark.main()
     error = capsys.readouterr().err.strip()
     assert exit.value.code == 2 and f"{tmp_path / 'nope'}" in error and len(error.splitlines()) == 1
+
+
+def test_the_tiles_of_the_flash_kernels_are_timed_one_by_one_each_way(monkeypatch, capsys):
+    """With what is no kernel in their place."""
+    asked = []
+
+    def kernels(**tiles):
+        asked.append(tiles)
+        return flash_gpu.Kernels(
+            lambda q, *_, causal: (q, jnp.zeros(q.shape[1::-1])), lambda q, k, v, *_, causal: (q, k, v)
+        )
+
+    monkeypatch.setattr(flash_gpu, "sm90", kernels)
+    monkeypatch.setattr(flash_gpu, "triton", kernels)
+    flags = flash_tiles.Flags(length=64, heads=2, kv_heads=1, head_dim=16, rounds=1)
+    found = [row[:2] for row in flash_tiles.rows(flags)]
+    tiles = [
+        ("forward", *map(str, flash_tiles.FORWARD), "triton"),
+        ("backward", *map(str, flash_tiles.BACKWARD), "triton"),
+    ]
+    assert found == [(way, name) for way, *names in tiles for name in names]
+    assert {"forward_tiles": (64, 128, 2)} in asked and {"backward_tiles": (64, 64, 2, 2)} in asked
+
+    monkeypatch.setattr("sys.argv", ["flash_tiles"])
+    with pytest.raises(SystemExit):
+        flash_tiles.main()
+    assert "the flash kernels run on GPUs, and this is cpu" in capsys.readouterr().err

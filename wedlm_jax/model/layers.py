@@ -203,9 +203,6 @@ class Attention(nnx.Module):
             out = pattern(q, k, v, self.implementation)
         return self.o_proj(out, of_read(pattern, adapted)), cache
 
-    def join(self) -> None:
-        join([self.q_proj, self.k_proj, self.v_proj])
-
     def queries_keys_values(
         self, x_BLD: jax.Array, rope: tuple[jax.Array, jax.Array] | None, adapted: AdaptedRows = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -231,9 +228,6 @@ class MLP(nnx.Module):
         outward, stddev = ("mlp", "embed"), residual_stddev(config, fan_in=F)
         self.down_proj = Linear(config, "TF,FD->TD", (F, D), outward, stddev=stddev, target="down_proj", rngs=rngs)
 
-    def join(self) -> None:
-        join([self.gate_proj, self.up_proj])
-
     def __call__(self, x_BLD: jax.Array, adapted: AdaptedRows = False) -> jax.Array:
         gate, up = project([self.gate_proj, self.up_proj], x_BLD, adapted)
         return self.down_proj(constrain(swiglu(gate, up), "batch", None, "mlp"), adapted)
@@ -248,6 +242,11 @@ class Layer(nnx.Module):
         self.post_attention_norm = RMSNorm(config, config.hidden_size, "embed")
         self.mlp = MLP(config, rngs=rngs)
         self.mlp_tile = config.mlp_tile
+
+    def join(self) -> None:
+        """`join`s the kernels that read the same rows, for decoding."""
+        join([self.attention.q_proj, self.attention.k_proj, self.attention.v_proj])
+        join([self.mlp.gate_proj, self.mlp.up_proj])
 
     def __call__(
         self,

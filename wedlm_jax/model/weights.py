@@ -160,8 +160,7 @@ def with_layers_apart(transformer: Transformer, turned: bool = False, joined: bo
                     module.turn()
     if joined:
         for layer in apart:
-            layer.attention.join()
-            layer.mlp.join()
+            layer.join()
     transformer = nnx.merge(*nnx.split(transformer))
     transformer.layers = nnx.List(apart)
     return transformer

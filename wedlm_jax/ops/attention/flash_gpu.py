@@ -205,7 +205,7 @@ def sm90(
     Args:
       forward_tiles: queries and keys of a tile, stages of loading.
       backward_tiles: queries and keys of a tile, stages, warp groups that compute. Both defaults were the fastest on an H200 of
-        those that fit (`python -m benchmarks.flash_tiles`).
+        those that fit (benchmarks/RESULTS.md, "Tiles of the flash kernels").
     """
     forward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_kernel_sm90")
     backward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
