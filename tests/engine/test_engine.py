@@ -12,13 +12,12 @@ import pytest
 
 from wedlm_jax import DecodeConfig, Engine, generate
 from wedlm_jax.decode.generation import verification
-from wedlm_jax.decode.loop import run_steps
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_ACCELERATOR, ON_CPU
+from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_CPU
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
@@ -150,17 +149,6 @@ def test_an_automatic_window_that_wrong_drafts_have_narrowed_is_shown_as_narrow_
     assert ON_CPU.widest(SIZES["rows"]) > AUTO_WINDOWS[0] == len(ticket.window)
 
 
-def test_an_automatic_window_goes_by_the_rows_of_the_group_however_few_of_them_run():
-    model = reciter(TEXT, end=True, tail="never shown")
-    model.window_table = ON_ACCELERATOR
-    served = engine(model, rows=20)
-    served.submit("x", settings("verified", window_size="auto"))
-    served._admit()
-    (group,) = served._groups.values()
-    assert ON_ACCELERATOR.widest(1) > ON_ACCELERATOR.widest(20)
-    assert group._settings.window_size.tolist() == [ON_ACCELERATOR.widest(20)] * 20
-
-
 def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing():
     served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8)
     first, second = served.submit("x", config), served.submit("x", config)
@@ -282,7 +270,7 @@ def test_a_cache_that_is_found_not_to_fit_after_its_program_has_returned_closes_
     assert texts[0] == texts[1] and len(served._groups) == 1
 
 
-@pytest.mark.parametrize("program", ["prefill_behind", "run_steps"])
+@pytest.mark.parametrize("program", ["prefill_behind", "run_rows"])
 def test_where_a_start_or_a_run_does_not_fit_in_memory_idle_groups_are_closed_and_it_starts_over(monkeypatch, program):
     """But what has handed out tokens is told: they are gone with the cache."""
     served, true_program = engine(reciter("abcdefgh")), getattr(rows_module, program)
@@ -330,9 +318,9 @@ def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(
     def runs_out(program, *args, **kwargs):
         if program.decoder == "ar":
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return run_steps(program, *args, **kwargs)
+        return programs.run_rows(program, *args, **kwargs)
 
-    monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", runs_out)
+    monkeypatch.setattr("wedlm_jax.engine.rows.run_rows", runs_out)
     held = sum(served.bytes_for(ticket.request.config) for ticket in (hit[0], spared))
     served.run()
     for ticket in hit[:3]:
@@ -357,7 +345,7 @@ def test_another_error_is_not_swallowed(monkeypatch):
     def breaks(*args, **kwargs):
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
-    monkeypatch.setattr("wedlm_jax.engine.rows.run_steps", breaks)
+    monkeypatch.setattr("wedlm_jax.engine.rows.run_rows", breaks)
     with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
         served.step()
 
@@ -408,7 +396,7 @@ def test_a_second_wave_of_requests_compiles_nothing():
         served.run()
 
     def compiled() -> list[int]:
-        made = (programs.open_rows, programs.take_rows, programs.prefill_behind, programs.fill_rows, run_steps)
+        made = (programs.open_rows, programs.take_rows, programs.prefill_behind, programs.fill_rows, programs.run_rows)
         return [program._cache_size() for program in made]
 
     wave(1)
@@ -421,11 +409,11 @@ def test_greedy_requests_run_the_loop_without_draws_while_nothing_beside_them_is
     served = engine(steps=11)  # as no other test has it
 
     def loops_compiled_for(*temperatures: float) -> int:
-        before = run_steps._cache_size()
+        before = programs.run_rows._cache_size()
         for temperature in temperatures:
             served.submit([1, 2, 3], talk("ar", temperature=temperature, max_new_tokens=7))
         served.run()
-        return run_steps._cache_size() - before
+        return programs.run_rows._cache_size() - before
 
     assert [loops_compiled_for(*wave) for wave in [(0.0,), (0.0, 0.9), (0.9,), (0.0, 0.0)]] == [1, 1, 0, 0]
 

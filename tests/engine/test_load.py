@@ -58,6 +58,7 @@ def with_a_stop_string(rng: random.Random, prompt: list[int], config: DecodeConf
     return dataclasses.replace(config, stop=(rng.choice(text),)) if text else config
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.timeout(1800 if FULL else 600)
 def test_every_request_is_answered_once_as_if_it_ran_alone_and_memory_stays_flat():
     rng, served, count = random.Random(0), engine(queue=9), examples(200, 2000)

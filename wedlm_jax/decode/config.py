@@ -222,7 +222,7 @@ def _power_of_two(n: int) -> int:
 class RowSettings:
     """The traced settings of B rows."""
 
-    window_size: jax.Array  # int32 [B]; of "auto" the widest
+    window_size: jax.Array  # int32 [B]; of "auto" the widest, see `for_rows`
     entropy_threshold: jax.Array  # float32 [B]; -inf = one a step
     distance_penalty: jax.Array  # float32 [B]
     rule: jax.Array  # int32 [B], an index into selection.RULES
@@ -245,16 +245,15 @@ class RowSettings:
 
     @classmethod
     def from_configs(
-        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], window_table: WindowTable, batch: int | None = None
+        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], window_table: WindowTable
     ) -> RowSettings:
         """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved.
 
         Args:
           rows: the row numbers that seed the noise.
           window_table: of the model: which automatic windows are worth their cost, and which widths are compiled.
-          batch: rows that a device computes in the forwards that these will be part of; they alone, unless given.
         """
-        widest = window_table.widest(batch or len(configs))
+        widest = window_table.widest(len(configs))
 
         def column(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(c, name) for c in configs], dtype)
@@ -283,6 +282,13 @@ class RowSettings:
         adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
         arrays = jax.device_put(columns)
         return cls(**arrays, key=key, window_table=window_table, adapts=adapts, draws=draws)
+
+    def for_rows(self, computed: int) -> RowSettings:
+        """These settings in forwards of which a device computes so many rows, not just these: by that automatic windows go."""
+        if not self.adapts:
+            return self
+        widest = np.full(self.window_size.shape, self.window_table.widest(computed), np.int32)
+        return dataclasses.replace(self, window_size=widest)  # type: ignore[arg-type]
 
 
 @jax.jit

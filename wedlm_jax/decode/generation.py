@@ -130,8 +130,8 @@ class Batch:
         self.program = Program.of(config)
         computed = rows_of_a_device(len(requests), model.weights.mesh)
         self.settings = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], model.window_table, batch=computed
-        )
+            [r.config for r in requests], [r.row for r in requests], model.window_table
+        ).for_rows(computed)
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
         for row, request in enumerate(requests):

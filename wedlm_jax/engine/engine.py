@@ -44,15 +44,14 @@ class Engine:
 
     Args:
       model: from `wedlm_jax.load`.
-      rows: requests that a group decodes at once. A forward computes all of them, idle or not: on a CPU a step of a single
-        request takes 4 to 6 times as long in 8 rows as in one (with AR twice), so take no more there than requests come together;
-        on an accelerator it should be nearly free (expected, not measured).
+      rows: requests that a group decodes at once. While few of them are in use a forward computes only as many, once a program
+        for so few is worth compiling (`row_counts.py`).
       context: the most tokens of prompt and max_new_tokens together; None = the model's, at most 4096.
       steps: decode steps of one run, k. Fewer answer sooner to arrivals, cancellations and stop strings; more cost less
         host time.
       queue: requests that may wait for a row; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = as many as the device has. Idle groups are closed to stay below it.
-        While a request is started, one row more is in use.
+        While a request is started, one row more is in use; while a row changes its place, two or three.
 
     Raises:
       UserError: a setting is out of range.

@@ -1,4 +1,4 @@
-"""The engine's compiled programs beside `run_steps`: open rows, read a cached prefix, prefill behind it, fill a row.
+"""The engine's compiled programs: open rows, read a cached prefix, prefill behind it, fill a row, run rows, exchange two.
 
 None of them reaches for the host; between them the engine decides which row does what.
 """
@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from wedlm_jax.decode.config import Drafter, RowSettings
 from wedlm_jax.decode.first_drafts import first_drafts
+from wedlm_jax.decode.loop import Program, Progress, run_steps
 from wedlm_jax.decode.prefill import begin, fill_cache
 from wedlm_jax.decode.state import STOPPED, DecodeState
 from wedlm_jax.model.kv_cache import Cache
@@ -113,6 +114,41 @@ def fill_rows(
         return caches, jax.tree.map(functools.partial(along, 0), others, (without_cache(fresh), own))
 
     cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, (state.cache, (without_cache(state), settings)))
+    return dataclasses.replace(state, cache=cache), settings
+
+
+@functools.partial(jax.jit, static_argnames=("program", "rows", "steps"), donate_argnames="state")
+def run_rows(
+    program: Program,
+    weights: Weights,
+    state: DecodeState,
+    settings: RowSettings,
+    halted: jax.Array,
+    *,
+    rows: int,
+    steps: int,
+) -> tuple[DecodeState, Progress]:
+    """`run_steps` of the first `rows` rows; the others, none of which runs, are not computed. Progress is of these rows alone."""
+    first, own, halted = jax.tree.map(lambda x: x[:rows], (without_cache(state), settings, halted))
+    # The cache goes in whole and is written in place: a forward over fewer rows than it has touches the first of them.
+    first, progress = run_steps(
+        program, weights, dataclasses.replace(first, cache=state.cache), own, halted, steps=steps
+    )
+    put_back = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=0, axis=0)
+    others = jax.tree.map(put_back, without_cache(state), without_cache(first))
+    return dataclasses.replace(others, cache=first.cache), progress
+
+
+@functools.partial(jax.jit, donate_argnames=("state", "settings"))
+def exchange_rows(state: DecodeState, settings: RowSettings, places: jax.Array) -> tuple[DecodeState, RowSettings]:
+    """Two rows, `places` int [2], change places, and with them what their caches hold."""
+
+    def exchange(axis: int, x: jax.Array) -> jax.Array:
+        before = (slice(None),) * axis
+        return x.at[*before, places].set(x[*before, places[::-1]], unique_indices=True)
+
+    cache = jax.tree.map(functools.partial(exchange, 1), state.cache)  # [layers, B, K, S, H]
+    state, settings = jax.tree.map(functools.partial(exchange, 0), (without_cache(state), settings))
     return dataclasses.replace(state, cache=cache), settings
 
 

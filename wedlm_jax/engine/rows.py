@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
+import time
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -12,15 +14,18 @@ import numpy as np
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.generation import bucket, verification
-from wedlm_jax.decode.loop import Program, Progress, run_steps, when_emitted
+from wedlm_jax.decode.loop import Program, Progress, when_emitted
 from wedlm_jax.decode.prefill import CHUNK
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
-from wedlm_jax.engine.programs import fill_rows, open_rows, prefill_behind, take_rows
+from wedlm_jax.engine.programs import exchange_rows, fill_rows, open_rows, prefill_behind, run_rows, take_rows
+from wedlm_jax.engine.row_counts import RowCounts
 from wedlm_jax.engine.ticket import Ticket
 from wedlm_jax.model.handle import Model
-from wedlm_jax.sharding import rows_of_a_device
+from wedlm_jax.sharding import batch_parts, rows_of_a_device
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -44,24 +49,40 @@ class Arrival:
     used: int  # the number of its admission
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Some steps of the first rows of a group, on their way."""
+
+    progress: Progress
+    rows: int  # that are computed
+    running: int
+    seconds: float  # that the host took to start it
+    is_new: bool  # whether a program was compiled for it
+
+
 class RowGroup:
-    """Rows of one `DecodeConfig.program`. Each runs its own request with its own settings."""
+    """Rows of one `DecodeConfig.program`. Each runs its own request with its own settings. Those that run lie first, so that a
+    run can leave the others out."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
-        self._window_table, self._context = model.window_table, context
+        self._model, self._window_table = model, model.window_table
+        self._num_rows, self._context = rows, context
         self._program = Program.of(config)
         self._holds_back, self._drafter = config.holds_back, config.drafter
         window_slots = config.slots(model.window_table)
+        self._window_slots = window_slots
         self._weights = model.weights_for(rows * window_slots)
         self._masks = riding_masks(config.drafter, window_slots)
         self.slots = cache_slots(context, window_slots)
         sizes = dict(rows=rows, context=context, slots=window_slots, cache_slots=self.slots)
         # Waited for, so that what does not fit in memory is told here and not where it is used first.
         self._state = jax.block_until_ready(open_rows(self._weights, **sizes, holds_back=config.holds_back))
-        self._batch = rows_of_a_device(rows, model.weights.mesh)
-        self._settings = RowSettings.from_configs([config] * rows, [0] * rows, self._window_table, batch=self._batch)
-        self._progress: Progress | None = None
+        self._settings = self._row_settings([config] * rows, [0] * rows)
         self._halted = np.zeros(rows, bool)
+        cut = batch_parts(model.weights.mesh) > 1
+        self._counts = RowCounts(rows, window_slots, self._window_table, fixed=cut)
+        self._compiled: set[tuple[int, bool]] = set()
+        self._run: Run | None = None
         self.rows = [Row() for _ in range(rows)]
 
     @property
@@ -118,9 +139,7 @@ class RowGroup:
         prompts = np.zeros((len(arrivals), self._context), np.int32)
         for prompt, request in zip(prompts, requests, strict=True):
             prompt[: len(request.prompt)] = request.prompt
-        own = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], self._window_table, batch=self._batch
-        )
+        own = self._row_settings([r.config for r in requests], [r.row for r in requests])
         rows, sources, start, stop = (
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
             for name in ("row", "source_row", "start", "stop")
@@ -165,21 +184,56 @@ class RowGroup:
 
     def launch(self, steps: int) -> None:
         """Starts a run of at most `steps` steps and does not wait for it."""
-        # A copy, because the arrays of the host are changed while the device may still read them.
-        halted = self._halted.copy()
-        settings = dataclasses.replace(self._settings, draws=self.draws)
-        self._state, self._progress = run_steps(
-            self._program, self._weights, self._state, settings, halted, steps=steps
+        running = sum(row.ticket is not None for row in self.rows)
+        rows, draws = self._counts.choose(running), self.draws
+        self._move_below(rows)
+        self._settings = self._settings.for_rows(self._of_a_device(rows))
+        is_new = (rows, draws) not in self._compiled
+        if is_new and rows < self._num_rows:
+            LOG.info("compiling a program for %d of %d rows, as no more have been in use", rows, self._num_rows)
+        self._compiled.add((rows, draws))
+        begun = time.perf_counter()
+        self._state, progress = run_rows(
+            self._program,
+            self._model.weights_for(rows * self._window_slots),
+            self._state,
+            dataclasses.replace(self._settings, draws=draws),
+            self._halted.copy(),  # the host's array is changed while the device may still read it
+            rows=rows,
+            steps=steps,
         )
+        self._run = Run(progress, rows, running, time.perf_counter() - begun, is_new)
 
     def collect(self) -> None:
         """Waits for the run and hands every request what it brought."""
+        assert self._run is not None
+        run, self._run = self._run, None
+        begun = time.perf_counter()
         small = dataclasses.replace(self._state, cache=None, prompt=None)
-        state, progress, window_size = jax.device_get((small, self._progress, self._settings.window_size))
-        self._progress = None
+        state, progress, window_size = jax.device_get((small, run.progress, self._settings.window_size))
+        if run.is_new:
+            self._counts.compiled(run.seconds)
+        else:
+            self._counts.ran(run.running, run.rows, run.seconds + time.perf_counter() - begun)
         for number, row in enumerate(self.rows):
             if row.ticket is not None:
                 self._hand_over(number, row.ticket, state, progress, int(window_size[number]))
+
+    def _move_below(self, count: int) -> None:
+        """Brings all rows that run below row number `count`; what lay there changes places with them."""
+        runs = [row.ticket is not None for row in self.rows]
+        above, free = np.flatnonzero(runs[count:]) + count, np.flatnonzero(~np.array(runs[:count]))
+        for one, other in zip(above.tolist(), free.tolist(), strict=False):
+            self._state, self._settings = exchange_rows(self._state, self._settings, np.array([one, other]))
+            for of_rows in (self.rows, self._halted):
+                of_rows[one], of_rows[other] = of_rows[other], of_rows[one]
+
+    def _row_settings(self, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
+        return RowSettings.from_configs(configs, rows, self._window_table).for_rows(self._of_a_device(self._num_rows))
+
+    def _of_a_device(self, rows: int) -> int:
+        """How many of the rows that are computed a device computes."""
+        return rows_of_a_device(rows, self._model.weights.mesh)
 
     def _hand_over(self, number: int, ticket: Ticket, state: DecodeState, progress: Progress, window_size: int) -> None:
         """One row's part of a run; all arrays are the host's."""

@@ -31,7 +31,7 @@ def attend_cache(
 
     Args:
       q_BTNH: queries [B, T, N, H].
-      k_LBKSH, v_LBKSH: keys and values of all layers [layers, B, K, S, H].
+      k_LBKSH, v_LBKSH: keys and values of all layers [layers, B or more, K, S, H]; rows behind B are not read.
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
       split: by the GPU kernel of `split_gpu`, which names no reason against it.
@@ -51,7 +51,7 @@ def attend_cache(
 
     def attend_first(slots: int, q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT):
         k_BCKH, v_BCKH = (
-            jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:, :, :slots].swapaxes(1, 2)
+            jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[:B, :, :slots].swapaxes(1, 2)
             for x in (k_LBKSH, v_LBKSH)
         )
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]

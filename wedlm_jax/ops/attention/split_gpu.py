@@ -51,7 +51,7 @@ def attend_split(
 
     Args:
       q_BTNH: queries of a window, T of MAX_QUERIES or little more; `unsupported` names no reason against them.
-      k_LBKSH, v_LBKSH: the cache, of which nothing is copied.
+      k_LBKSH, v_LBKSH: the cache, of B rows or more, of which nothing is copied.
       layer: int [].
       end_BT: int [B, T], at least 1; a larger one than S reads as S.
       interpret: run the kernel as plain operations, on any platform; slow.
