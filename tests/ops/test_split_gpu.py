@@ -130,8 +130,7 @@ def test_the_kernel_lowers_for_cuda(head_dim):
     keys = jax.ShapeDtypeStruct((1, 2, 8, 1024, head_dim), jnp.bfloat16)
     end = jax.ShapeDtypeStruct((2, 16), jnp.int32)
     text = lowered_for_cuda(functools.partial(attend_split, layer=0), q, keys, keys, end_BT=end)
-    assert "triton" in text
-    assert text.count("stablehlo.optimization_barrier") == 1
+    assert text.count("triton") == 2
 
 
 @pytest.mark.parametrize("split", [True, False], ids=["split", "not split"])

@@ -2,11 +2,11 @@
 
 A window has too few queries to fill a GPU by rows and heads alone. So the used context of a row is cut into splits, each a
 program of its own (Flash-Decoding): all queries of one kv head are the rows of its products, it reads the keys and values of its
-split where they lie in the cache, and the softmaxes of the splits are merged by log-sum-exp. How long a context is is data: what
-is not used costs nothing, and no program is compiled for it.
+split where they lie in the cache, and a second kernel merges the softmaxes of the splits by log-sum-exp. How long a context is is
+data: what is not used costs nothing, and no program is compiled for it.
 
-It ran on an H200 (benchmarks/RESULTS.md, "On a GPU"), and on no other GPU: trial.py runs it before "auto" takes it. In the tests
-it runs interpreted on CPU, and is compiled for an H100 that is not there.
+The first kernel ran on an H200 (benchmarks/RESULTS.md, "On a GPU"), when XLA still merged, and on no other GPU: trial.py runs both
+before "auto" takes them. In the tests they run interpreted on CPU, and are compiled for an H100 that is not there.
 """
 
 from __future__ import annotations
@@ -94,12 +94,16 @@ def attend_split(
         interpret=interpret,
         name="attend_split",
     )(jnp.reshape(jnp.asarray(layer, jnp.int32), 1), q_BKRH, end_BKR, k_LBKSH, v_LBKSH)
-    # As behind jax's own decode kernel: without the barrier XLA has made NaN or other wrong values of what such a kernel gave.
-    peak_BKR1 = jax.lax.optimization_barrier(jnp.max(lse_BKRP, axis=-1, keepdims=True))
-    shares_BKRP = jnp.exp(lse_BKRP - peak_BKR1)
-    out_BKRH = jnp.sum(out_BKRPH * shares_BKRP[..., None], axis=3) / jnp.sum(shares_BKRP, axis=-1, keepdims=True)
-    out_BKTGH = out_BKRH[:, :, :rows].reshape(B, K, T, N // K, H)
-    return out_BKTGH.swapaxes(1, 2).reshape(B, T, N, H).astype(q_BTNH.dtype)
+    return pl.pallas_call(
+        functools.partial(_merge_kernel, splits=splits, group=N // K),
+        grid=(B, T, N),
+        in_specs=[everything, everything],
+        out_specs=pl.BlockSpec((1, 1, 1, H), lambda b, t, n: (b, t, n, 0)),
+        out_shape=jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="merge_splits",
+    )(out_BKRPH, lse_BKRP)
 
 
 def _kernel(layer_ref, q_ref, end_ref, k_ref, v_ref, out_ref, lse_ref, *, splits: int, exact: bool) -> None:
@@ -134,6 +138,19 @@ def _kernel(layer_ref, q_ref, end_ref, k_ref, v_ref, out_ref, lse_ref, *, splits
     out_RH, peak_R, total_R = jax.lax.fori_loop(first, jnp.minimum(first + tiles, -(-last // KEY_TILE)), add, nothing)
     total_R = jnp.where(total_R > 0, total_R, 1.0)  # a split behind the context
     out_ref[0, 0, :, 0], lse_ref[0, 0, :, 0] = out_RH / total_R[:, None], peak_R + jnp.log(total_R)
+
+
+def _merge_kernel(out_ref, lse_ref, merged_ref, *, splits: int, group: int) -> None:
+    """One query of one head: the outputs of its splits, weighed by their log-sum-exps. By XLA this is three kernels of every layer."""
+    b, t, n = (pl.program_id(axis) for axis in range(3))
+    k, row = n // group, t * group + n % group
+    size = 1 << (splits - 1).bit_length()  # Triton's arrays have powers of two
+    is_split, places = jnp.arange(size) < splits, pl.ds(0, size)
+    lse_P = triton.load(lse_ref.at[b, k, row, places], mask=is_split, other=MASKED_SCORE)
+    out_PH = triton.load(out_ref.at[b, k, row, places, :], mask=is_split[:, None], other=0.0)
+    shares_P = jnp.exp(lse_P - jnp.max(lse_P))
+    merged_H = jnp.sum(out_PH * shares_P[:, None], axis=0) / jnp.sum(shares_P)
+    merged_ref[0, 0, 0] = merged_H.astype(merged_ref.dtype)
 
 
 def _is_exact(dtype: jnp.dtype) -> bool:
