@@ -5,8 +5,8 @@ program of its own (Flash-Decoding): all queries of one kv head are the rows of 
 split where they lie in the cache, and a second kernel merges the softmaxes of the splits by log-sum-exp. How long a context is is
 data: what is not used costs nothing, and no program is compiled for it.
 
-The first kernel ran on an H200 (benchmarks/RESULTS.md, "On a GPU"), when XLA still merged, and on no other GPU: trial.py runs both
-before "auto" takes them. In the tests they run interpreted on CPU, and are compiled for an H100 that is not there.
+The first kernel ran on an H200 (benchmarks/RESULTS.md, "On a GPU"), when XLA still merged, and on no other GPU: trial.py runs
+both before "auto" takes them. In the tests they run interpreted on CPU, and are compiled for an H100 that is not there.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _kernel(layer_ref, q_ref, end_ref, k_ref, v_ref, out_ref, lse_ref, *, splits
 
 
 def _merge_kernel(out_ref, lse_ref, merged_ref, *, splits: int, group: int) -> None:
-    """One query of one head: the outputs of its splits, weighed by their log-sum-exps. By XLA this is three kernels of every layer."""
+    """One query of one head: the outputs of its splits, weighed by their log-sum-exps. By XLA that would be three kernels."""
     b, t, n = (pl.program_id(axis) for axis in range(3))
     k, row = n // group, t * group + n % group
     size = 1 << (splits - 1).bit_length()  # Triton's arrays have powers of two
