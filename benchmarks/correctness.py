@@ -74,8 +74,8 @@ def measured(flags: Flags, paths: Mapping[str, Path]) -> Iterator[tuple[str, str
         case = f"H = {head_dim}, {heads} / {kv_heads} heads, blocks of {block_size}"
         found = of_dual_stream(paths, flags.length, head_dim, heads, kv_heads, block_size)
         yield from ((path, case, ratios) for path, ratios in found.items())
-        splits = (False, True) if jax.default_backend() == "gpu" else (False,)
-        of_windows = of_cache(flags.length, head_dim, heads, kv_heads, splits)
+        ways = ("xla", "tokamax") if jax.default_backend() == "gpu" else ("xla",)
+        of_windows = of_cache(flags.length, head_dim, heads, kv_heads, ways)
         yield from zip(("attend_cache", "attend_cache, split"), itertools.repeat(case), ([x] for x in of_windows))
     yield "ops.cross_entropy", "half of the rows carry a loss", of_losses(flags.length)
 
@@ -124,22 +124,22 @@ def of_dual_stream(
 
 
 def of_cache(
-    slots: int, head_dim: int, heads: int, kv_heads: int, splits: Sequence[bool] = (False,), window: int = 16
+    slots: int, head_dim: int, heads: int, kv_heads: int, ways: Sequence[str] = ("xla",), window: int = 16
 ) -> list[float]:
     """Of the output of a window behind an empty cache and of one behind a cache that is half full: the worse of the two, as the
-    first errs several times as much and would hide the second. A figure for each way: by the split kernel or not."""
+    first errs several times as much and would hide the second. A figure for each way, an `implementation` of `attend_cache`."""
     q, k, v, _ = random_heads(2, slots, head_dim, heads, kv_heads)
     end = jnp.array([[1], [slots // 2]]) + jnp.arange(window)
 
-    def through_cache(q: jax.Array, k: jax.Array, v: jax.Array, *, split: bool) -> jax.Array:
+    def through_cache(q: jax.Array, k: jax.Array, v: jax.Array, *, way: str) -> jax.Array:
         k_LBKSH, v_LBKSH = (x.swapaxes(1, 2)[None] for x in (k, v))
-        return attend_cache(q, k_LBKSH, v_LBKSH, jnp.int32(0), end, split=split)
+        return attend_cache(q, k_LBKSH, v_LBKSH, jnp.int32(0), end, implementation=way)
 
     def by_row(attention: Function) -> Function:
         return lambda *qkv: tuple(attention(*qkv))
 
     plain = dense(jnp.arange(slots) < end[..., None])
-    ours = {str(split): by_row(functools.partial(through_cache, split=split)) for split in splits}
+    ours = {way: by_row(functools.partial(through_cache, way=way)) for way in ways}
     of_ways = errors(ours, by_row(plain), (q[:, :window], k, v)).values()
     return [float(np.max(ratios)) for ratios in of_ways]  # nan if one is
 

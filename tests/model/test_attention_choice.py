@@ -32,12 +32,14 @@ def test_auto_is_the_kernel_of_the_platform_for_shapes_that_it_can_do_and_xla_el
     assert choose(asked, {"splash": unsupported, "tokamax": None}, platform) == chosen
 
 
-def test_auto_takes_no_gpu_kernels_that_cannot_do_it_or_fail_on_the_gpu_that_is_here():
+def test_auto_takes_no_kernels_that_cannot_do_it_or_fail_on_the_device_that_is_here():
     kernels = {"splash": None, "tokamax": None}
-    assert choose("auto", kernels | {"tokamax": "rows of 8"}, "gpu", failure=pytest.fail) == "xla"  # tried for nothing
-    assert choose("auto", kernels, "gpu", failure=lambda: "wrong") == "xla"
-    assert choose("auto", kernels, "tpu", failure=pytest.fail) == "splash"
-    assert choose("tokamax", kernels, "gpu", failure=pytest.fail) == "tokamax"  # as asked
+    untried = {"tokamax": pytest.fail}
+    assert choose("auto", kernels | {"tokamax": "rows of 8"}, "gpu", failures=untried) == "xla"  # tried for nothing
+    assert choose("auto", kernels, "gpu", failures={"tokamax": lambda: "wrong"}) == "xla"
+    assert choose("auto", kernels, "tpu", failures=untried) == "splash"
+    assert choose("auto", kernels, "tpu", failures=untried | {"splash": lambda: "wrong"}) == "xla"
+    assert choose("tokamax", kernels, "gpu", failures=untried) == "tokamax"  # as asked
 
 
 def test_what_is_asked_for_is_never_replaced_in_silence():

@@ -1,4 +1,4 @@
-"""The trial of GPU kernels before "auto" takes them: right ones pass, wrong and failing ones are named, also inside a trace."""
+"""The trial of kernels before "auto" takes them: right ones pass, wrong and failing ones are named, also inside a trace."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax.model.patterns import DualStream
-from wedlm_jax.ops.attention import choice, flash_gpu, split_gpu, trial
+from wedlm_jax.ops.attention import choice, flash_gpu, trial
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import Kernels
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
@@ -67,7 +67,7 @@ def too_old(*args, **settings):
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """This machine taken for one with a GPU; gives what sets its kernels."""
+    """This machine taken for one with a GPU, or a TPU where that is asked about; gives what sets the GPU's kernels."""
     for cached in (trial.failure, choice._log_once):
         cached.cache_clear()
     monkeypatch.setitem(choice.PLATFORMS, "tokamax", ("cpu",))
@@ -99,13 +99,18 @@ def test_wrong_kernels_do_not(a_gpu, wrong):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_split_kernel_is_tried_as_well(a_gpu, monkeypatch, dtype):
-    attend_split = functools.partial(split_gpu.attend_split, interpret=True)
-    monkeypatch.setattr(trial, "attend_split", attend_split)
-    assert trial.failure("split", *HEADS, jnp.dtype(dtype)) is None
+@pytest.mark.parametrize(
+    ("kernels", "attend_few", "device"), [("split", "attend_split", "GPU"), ("window", "attend_window", "TPU")]
+)
+def test_the_kernels_over_a_cache_are_tried_as_well(a_gpu, monkeypatch, kernels, attend_few, device, dtype):
+    monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
+    heads = (4, 2, 128, jnp.dtype(dtype))
+    interpreted = functools.partial(getattr(trial, attend_few), interpret=True)
+    monkeypatch.setattr(trial, attend_few, interpreted)
+    assert trial.failure(kernels, *heads) is None
     trial.failure.cache_clear()
-    monkeypatch.setattr(trial, "attend_split", lambda q, k, v, layer, end: attend_split(q, k, v, layer, end + 1))
-    assert trial.failure("split", *HEADS, jnp.dtype(dtype)).startswith("it is wrong on this GPU, by ")
+    monkeypatch.setattr(trial, attend_few, lambda q, k, v, layer, end: interpreted(q, k, v, layer, end + 1))
+    assert trial.failure(kernels, *heads).startswith(f"it is wrong on this {device}, by ")
 
 
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):
@@ -114,9 +119,10 @@ def test_kernels_that_fail_do_not_end_the_run(a_gpu):
     assert reason == "it failed on this GPU: NotImplementedError: compute capability 7.5"
 
 
-def test_where_no_gpu_is_they_are_not_tried():
+@pytest.mark.parametrize(("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU")])
+def test_where_no_such_device_is_they_are_not_tried(kernels, device):
     trial.failure.cache_clear()
-    assert trial.failure("flash", *HEADS, jnp.dtype(jnp.float32)) == "no GPU is here to try it on"
+    assert trial.failure(kernels, *HEADS, jnp.dtype(jnp.float32)) == f"no {device} is here to try it on"
 
 
 @pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices (tests/conftest.py asks for eight)")

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import (
     DENSE_BLOCK,
+    FEW_QUERIES,
     Implementation,
     OwnBlocks,
     attend,
@@ -30,6 +31,7 @@ from wedlm_jax.ops.attention import (
     split_gpu,
     target_platform,
     trial,
+    window_tpu,
 )
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
 
@@ -175,11 +177,11 @@ class CachedWindow:
         if self.idle is not None:
             end = jnp.where(self.idle[:, None], 1, end)
         q = of_read(self, q)
-        split = self._by_split(q, cache, implementation)
 
         def write_and_attend(q, k, v, k_cache, v_cache, length, end, layer):
             cache = KVCache(k_cache, v_cache).write(layer, length, k, v)
-            return attend_cache(q, cache.k, cache.v, layer, end, split=split), cache.k, cache.v
+            chosen = self._choose(implementation, q, cache.k)
+            return attend_cache(q, cache.k, cache.v, layer, end, implementation=chosen), cache.k, cache.v
 
         # Every device has its rows and heads of the cache. Where the tensor axis does not divide them, it has them all.
         k, v = (repeat_heads(x, cache.k.shape[2]) for x in (k, v))
@@ -194,13 +196,19 @@ class CachedWindow:
         return out, KVCache(*cached)
 
     @staticmethod
-    def _by_split(q: jax.Array, cache: KVCache, asked: Implementation) -> bool:
-        """Whether the window is attended by the split kernel for GPUs; a prompt, of many queries, never is."""
-        if asked not in ("auto", "tokamax") or q.shape[1] > split_gpu.MAX_QUERIES:
-            return False
-        unsupported = {"splash": "it reads no cache", "tokamax": split_gpu.unsupported(q, cache.k)}
-        failure = functools.partial(trial.failure, "split", q.shape[2], cache.k.shape[2], q.shape[3], cache.k.dtype)
-        return choose(asked, unsupported, failure=failure) == "tokamax"
+    def _choose(asked: Implementation, q: jax.Array, k_cache: jax.Array) -> str:
+        """How a window is attended on a device. XLA's way is that of a prompt, of many queries, and of splash elsewhere than on a
+        TPU, since splash itself reads no cache."""
+        if q.shape[1] > FEW_QUERIES or (asked == "splash" and target_platform() != "tpu"):
+            return "xla"
+        kernels = {"tokamax": split_gpu, "splash": window_tpu}
+        unsupported = {name: kernel.unsupported(q, k_cache) for name, kernel in kernels.items()}
+        heads = q.shape[2], k_cache.shape[2], q.shape[3], k_cache.dtype
+        failures = {
+            "tokamax": functools.partial(trial.failure, "split", *heads),
+            "splash": functools.partial(trial.failure, "window", *heads),
+        }
+        return choose("auto" if asked == "splash" else asked, unsupported, failures=failures)
 
     def physical_index(self, window: int) -> jax.Array:
         """int [B, T]: the cache slots that the window takes."""
@@ -237,8 +245,8 @@ def _attend(
             "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
         }
         of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
-        failure = functools.partial(trial.failure, "flash", q.shape[2], *k.shape[2:], q.dtype)
-        match choose(implementation, unsupported, failure=failure):
+        failures = {"tokamax": functools.partial(trial.failure, "flash", q.shape[2], *k.shape[2:], q.dtype)}
+        match choose(implementation, unsupported, failures=failures):
             case "splash":
                 interpret = target_platform() != "tpu"
                 return splash.splash_attention(q, k, v, segment_ids, mask, interpret=interpret)

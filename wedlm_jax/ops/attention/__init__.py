@@ -3,18 +3,19 @@
 Training's prediction stream attends to its block and to the memory stream before it; decoding attends to a window and to a
 cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range for every query and visits what it must,
 `attend_cache` the used part of a cache. These are XLA alone; `splash` is a whole causal or two-stream row in one TPU kernel,
-`flash_gpu` key ranges by GPU kernels, `split_gpu` a cache by one, and `choose` says which is used, of GPU kernels by a `trial`
-on the GPU that is here. Knows nothing of WeDLM.
+`flash_gpu` key ranges by GPU kernels, `split_gpu` and `window_tpu` a cache by kernels for either, and `choose` says which is
+used, of all kernels but splash by a `trial` on the device that is here. Knows nothing of WeDLM.
 """
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
-from wedlm_jax.ops.attention.cache import attend_cache
+from wedlm_jax.ops.attention.cache import FEW_QUERIES, attend_cache
 from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
 
 __all__ = [
     "DENSE_BLOCK",
+    "FEW_QUERIES",
     "RESIDUALS",
     "Implementation",
     "OwnBlocks",

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 
 from wedlm_jax.ops.attention.ranges import attend_ranges
 from wedlm_jax.ops.attention.split_gpu import attend_split
+from wedlm_jax.ops.attention.window_tpu import attend_window
 
 SMALLEST_CONTEXT = 256
+FEW_QUERIES = 64  # of a row: what the kernels are for; a longer one, a prompt, has rows enough
 
 
 def attend_cache(
@@ -21,20 +23,21 @@ def attend_cache(
     layer: jax.Array | int,
     end_BT: jax.Array,
     *,
-    split: bool = False,
+    implementation: str = "xla",
 ) -> jax.Array:
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
 
     Reads the least of S, S / 2, S / 4, ... slots (256 or more) that hold every range: the cost of a step grows with the
-    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The split
-    kernel reads what every row uses, and is one program.
+    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The kernels
+    read what every row uses, and are one program.
 
     Args:
       q_BTNH: queries [B, T, N, H].
       k_LBKSH, v_LBKSH: keys and values of all layers [layers, B or more, K, S, H]; rows behind B are not read.
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
-      split: by the GPU kernel of `split_gpu`, which names no reason against it.
+      implementation: "xla"; "tokamax", the kernel for GPUs of `split_gpu`; "splash", that for TPUs of `window_tpu`. The kernel's
+        `unsupported` names no reason against it.
 
     Returns:
       out [B, T, N, H].
@@ -43,8 +46,9 @@ def attend_cache(
     S = k_LBKSH.shape[3]
     chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
-    if split:
-        return attend_split(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
+    if implementation != "xla":
+        kernel = {"tokamax": attend_split, "splash": attend_window}[implementation]
+        return kernel(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
     contexts = [S]
     while contexts[0] >= 2 * SMALLEST_CONTEXT:
         contexts.insert(0, -(-contexts[0] // 2))

@@ -23,7 +23,7 @@ def choose(
     unsupported: Mapping[str, str | None],
     platform: str | None = None,
     *,
-    failure: Callable[[], str | None] = lambda: None,
+    failures: Mapping[str, Callable[[], str | None]] = {},
 ) -> str:
     """The implementation that is used: "xla", "splash" or "tokamax". Each choice is logged once.
 
@@ -31,7 +31,8 @@ def choose(
       asked: "auto" is splash on TPU and tokamax on GPU, where they can do it, and xla everywhere else.
       unsupported: for splash and tokamax, why it cannot do this shape; None if it can.
       platform: for which is compiled; None reads `target_platform()`.
-      failure: why "auto" should not take tokamax on the GPU that is here (`trial.failure`); None if it is right there.
+      failures: of what is tried first, why "auto" should not take it on the device that is here (`trial.failure`); None if it is
+        right there.
 
     Raises:
       UserError: the implementation that is asked for cannot do it.
@@ -46,7 +47,7 @@ def choose(
         chosen, why = str(asked), "as asked"
     elif kernel is None:
         chosen, why = "xla", f"on {platform}"
-    elif reason := unsupported[kernel] or (failure() if kernel == "tokamax" else None):
+    elif reason := unsupported[kernel] or (failures[kernel]() if kernel in failures else None):
         chosen, why = "xla", f"on {platform}, because of {kernel}: {reason}"
     else:
         chosen, why = kernel, f"on {platform}"

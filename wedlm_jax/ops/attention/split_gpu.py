@@ -21,7 +21,6 @@ from jax.experimental.pallas import triton
 
 from wedlm_jax.ops.attention.dense import MASKED_SCORE
 
-MAX_QUERIES = 64  # of a row; a longer one, a prompt, has rows enough
 MAX_ROWS = 64  # queries of one kv head in a program; more are cut, and each part reads the keys
 KEY_TILE = 64
 PROGRAMS = 256  # about so many fill a GPU, two of them on each multiprocessor
@@ -50,7 +49,7 @@ def attend_split(
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer, as `attend_cache`.
 
     Args:
-      q_BTNH: queries of a window, T of MAX_QUERIES or little more; `unsupported` names no reason against them.
+      q_BTNH: queries of a window, few; `unsupported` names no reason against them.
       k_LBKSH, v_LBKSH: the cache, of B rows or more, of which nothing is copied.
       layer: int [].
       end_BT: int [B, T], at least 1; a larger one than S reads as S.

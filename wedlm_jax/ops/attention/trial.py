@@ -1,10 +1,10 @@
-"""Whether the kernels for GPUs are right on the GPU that is here, before "auto" takes them.
+"""Whether the kernels for GPUs, and that of a window for TPUs, are right on the device that is here, before "auto" takes them.
 
-They have run on one kind of GPU (an H200), and those of flash attention are another library's, reached below its public
-functions. So the first program that could use them runs them once on short rows of its own heads and dtype, forward and backward
-where there is a backward, beside dense attention: where they end with an error (a GPU too old for them, say) or with other
-numbers, XLA's own attention is used and the log says why. What is tried is whether they are wrong; how exact and how fast they
-are is measured by benchmarks/gpu.sh.
+Those for GPUs have run on one kind of them (an H200), and those of flash attention are another library's, reached below its
+public functions; that for TPUs has run on none. So the first program that could use them runs them once on short rows of its own
+heads and dtype, forward and backward where there is a backward, beside dense attention: where they end with an error (a GPU too
+old for them, say) or with other numbers, XLA's own attention is used and the log says why. What is tried is whether they are
+wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
+from wedlm_jax.ops.attention.window_tpu import attend_window
 
-Kernels = Literal["flash", "split"]
-NAMES = {"flash": "tokamax's flash kernels", "split": "the split kernel over a cache"}
+Kernels = Literal["flash", "split", "window"]
+NAMES = {
+    "flash": "tokamax's flash kernels",
+    "split": "the split kernel over a cache",
+    "window": "the kernel of a window over a cache",
+}
 
 TOKENS, BLOCK_SIZE, WINDOW = 512, 32, 16
+CACHE_SLOTS = 2576  # several tiles of either kernel, the last of which is not whole
 DOCUMENT_STARTS = (0, 160, 416)  # of one row; the other is one document
 
 # Of the 2-norm. bfloat16 errs by half a percent; a key too many or a gradient lost, by ten and more.
@@ -39,45 +45,53 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
-    """Why the kernels are not to be used on this machine's GPU for such heads, or None if they are right.
+    """Why the kernels are not to be used on this machine's GPU or TPU for such heads, or None if they are right.
 
-    May be called while something is traced, inside a mesh too. Processes of one run, whose GPUs are of one kind, come to the same
-    answer.
+    May be called while something is traced, inside a mesh too. Processes of one run, whose devices are of one kind, come to the
+    same answer.
     """
-    if jax.default_backend() not in PLATFORMS["tokamax"]:
-        return "no GPU is here to try it on"
-    log.info("attention: trying %s on this GPU first; model.attention=xla does without", NAMES[kernels])
-    heads = num_heads, num_kv_heads, head_dim, dtype
+    platform, device = ("splash", "TPU") if kernels == "window" else ("tokamax", "GPU")
+    if jax.default_backend() not in PLATFORMS[platform]:
+        return f"no {device} is here to try it on"
+    log.info("attention: trying %s on this %s first; model.attention=xla does without", NAMES[kernels], device)
+    tried: dict[Kernels, Callable[..., tuple[Any, ...]]] = {
+        "flash": _flash,
+        "split": functools.partial(_cache, attend_split),
+        "window": functools.partial(_cache, attend_window),
+    }
+    programs = tried[kernels](num_heads, num_kv_heads, head_dim, dtype)
     # A thread of its own: what is traced, and the mesh, are those of a thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_failure, *(_flash(*heads) if kernels == "flash" else _split(*heads))).result()
+        return thread.submit(_failure, device, *programs).result()
 
 
-def _failure(ours: Callable[..., Any], dense: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
+def _failure(device: str, ours: Callable[..., Any], dense: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
     try:
         pairs = zip(jax.jit(ours)(*arrays), jax.jit(dense)(*arrays), strict=True)
         errors = [_relative_error(x, expected) for x, expected in pairs]
     except Exception as error:  # whatever a compiler or a driver raises, XLA's own attention is still there
-        return f"it failed on this GPU: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"it failed on this {device}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if all(error <= TOLERATED for error in errors):  # nan is wrong too
         return None
-    return f"it is wrong on this GPU, by {max(errors):.0%} of what dense attention gives"
+    return f"it is wrong on this {device}, by {max(errors):.0%} of what dense attention gives"
 
 
-def _split(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+def _cache(
+    attend_few: Callable[..., jax.Array], num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> tuple[Any, ...]:
     """Two windows, behind an empty cache and behind one that is nearly full."""
     random = np.random.default_rng(0)
     q = random.normal(size=(2, WINDOW, num_heads, head_dim))
-    k, v = random.normal(size=(2, 1, 2, num_kv_heads, TOKENS, head_dim))
-    end = jnp.asarray([[1], [TOKENS - WINDOW - 3]]) + jnp.arange(WINDOW)
+    k, v = random.normal(size=(2, 1, 2, num_kv_heads, CACHE_SLOTS, head_dim))
+    end = jnp.asarray([[1], [CACHE_SLOTS - WINDOW - 3]]) + jnp.arange(WINDOW)
 
     def ours(q, k, v):
-        return tuple(attend_split(q, k, v, 0, end))  # each window by itself: the first errs more
+        return tuple(attend_few(q, k, v, 0, end))  # each window by itself: the first errs more
 
     def dense(q, k, v):
         with jax.default_matmul_precision("highest"):
             q, k, v = (x.astype(jnp.float32) for x in (q, k[0].swapaxes(1, 2), v[0].swapaxes(1, 2)))
-            return tuple(attend(q, k, v, jnp.arange(TOKENS) < end[..., None])[0])
+            return tuple(attend(q, k, v, jnp.arange(CACHE_SLOTS) < end[..., None])[0])
 
     return ours, dense, tuple(jnp.asarray(x, dtype) for x in (q, k, v))
 
