@@ -283,6 +283,12 @@ def test_an_experiment_without_a_model_asks_for_one_where_it_is_used(monkeypatch
     load_experiment("sft", ["data.path=chat.jsonl", "model.path=DIR"]).require_model()
 
 
+@pytest.mark.parametrize("override", ["model.path=", "init_from=", "init_from= "])
+def test_a_model_to_start_from_that_is_named_by_nothing_is_refused(override):
+    """An empty shell variable would start from random weights else."""
+    assert "init_from is empty" in message_of(load_experiment, "sft", ["data.path=x", override])
+
+
 def test_an_unknown_field_inside_a_mixture_is_named(monkeypatch, folder):
     monkeypatch.chdir(folder / "experiments" / "..")
     tree = load_experiment("qwen3_8b_cpt").to_dict()

@@ -92,6 +92,39 @@ def test_a_run_whose_terminal_closes_can_still_print_and_save(tmp_path):
     assert run.wait(60) == 0 and (tmp_path / "saved").read_text() == "SIGHUP"
 
 
+# Prints as a training does, the bar's lines and its own, after the reader of its output has died of the same Ctrl-C.
+PIPED = """
+import signal, sys, time
+from wedlm_jax.metrics.progress import ProgressBar
+from wedlm_jax.preemption import Termination
+from wedlm_jax.train import say
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with Termination() as termination, ProgressBar("a", start_step=0, total_steps=2) as bar:
+    say("started")
+    while sys.argv[2] == "told" and termination.signal is None:
+        time.sleep(0.01)
+    sys.stdin.read()  # until the test has closed the other end
+    bar.print("a line")
+    say("a line")
+    open(sys.argv[1], "w").write("saved")
+"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_run_that_is_told_to_end_saves_though_nobody_reads_it_any_more(tmp_path, told):
+    run = subprocess.Popen(
+        [sys.executable, "-c", PIPED, str(tmp_path / "saved"), "told" if told else "not told"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1], start_new_session=True,
+    )  # fmt: skip
+    assert run.stdout.readline() == b"started\n"
+    if told:
+        os.kill(run.pid, signal.SIGINT)
+    run.stdout.close()
+    run.stdin.close()
+    assert (run.wait(60), (tmp_path / "saved").exists()) == ((0, True) if told else (1, False))
+
+
 def test_in_another_thread_signals_are_left_alone():
     before = signal.getsignal(signal.SIGTERM)
     asked = []

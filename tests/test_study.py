@@ -71,6 +71,14 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
         assert checked_workdir(slug) == slug and len(slug.parts) == 1
 
 
+@pytest.mark.parametrize("file", ["config.json", "adapter.json", "adapter_config.json"])
+def test_a_folder_of_another_kind_of_model_is_no_workdir(tmp_path, file):
+    """Read as what it was, it would hide the checkpoints that are trained into it."""
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match="name another folder"):
+        checked_workdir(tmp_path)
+
+
 def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):
     summary = run_study(STUDY, tmp_path, Commands(), QUIET)
     assert summary["arms"] == {

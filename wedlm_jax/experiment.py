@@ -136,6 +136,8 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
+        if self.init_from is not None and not str(self.init_from).strip():
+            raise UserError("init_from is empty; name the model to start from as model.path=DIR, or set init_from=None")
         if self.data.row_length % self.objective.block_size:
             raise UserError(
                 f"data.row_length={self.data.row_length} is not a multiple of "

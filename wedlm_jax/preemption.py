@@ -36,6 +36,14 @@ def _end_without(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+def go_on_unread() -> bool:
+    """Whether a run is to go on that finds a pipe broken: one told to end is, since `| tee log` dies of the same Ctrl-C and
+    nothing would be saved. What it prints from there on goes nowhere."""
+    if Termination.told:
+        forget_closed_output()
+    return Termination.told
+
+
 class Termination:
     """Notes a SIGTERM, a SIGHUP (the terminal closes) or Ctrl-C instead of dying of it; another one, a second later or more, ends
     the process as ever. What the process was started to ignore (`nohup`) it ignores.

@@ -23,7 +23,7 @@ from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study
+from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
 from wedlm_jax.pretrained import base_params
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
@@ -285,7 +285,11 @@ def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:
 def say(line: str) -> None:
     """Prints, in the main process alone."""
     if is_main():
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:
+            if not go_on_unread():
+                raise
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
 from wedlm_jax.distributed import of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
+from wedlm_jax.hf.adapter import is_adapter
 from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, choose_mask_token_id, copy_tokenizer_files
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
@@ -34,7 +35,7 @@ def checked_workdir(named: Path) -> Path:
     """What `--workdir` names, with `~` written out.
 
     Raises:
-      UserError: it is no folder, or it names a step of another workdir.
+      UserError: it is no folder, it names a step of another workdir, or another kind of model lies there.
     """
     if re.match(r"\w\w+:/", str(named)):
         raise UserError(f"--workdir {named}: no folder; mount the bucket (gcsfuse) and name a folder in it")
@@ -43,6 +44,8 @@ def checked_workdir(named: Path) -> Path:
         raise UserError(
             f"--workdir {named}: names a checkpoint of {folder} wherever a model is read; choose a name without @{step}"
         )
+    if (Path(folder) / "config.json").is_file() or is_adapter(Path(folder)):
+        raise UserError(f"--workdir {named}: a Hugging Face directory or an adapter lies there; name another folder")
     return Path(folder)
 
 

@@ -7,14 +7,22 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from wedlm_jax.preemption import go_on_unread
+
 SECONDS_BETWEEN_LINES = 10.0  # of the progress where there is no terminal
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        if not go_on_unread():
+            super().on_broken_pipe()
 
 
 class ProgressBar:
     """A bar with loss, tokens/s, MFU and ETA on a terminal; elsewhere (a log file) a plain line every few seconds."""
 
     def __init__(self, name: str, *, start_step: int, total_steps: int, console: Console | None = None):
-        self._console = console or Console()
+        self._console = console or _Console()
         self._name, self._total = name, total_steps
         self._first: tuple[int, float] | None = None  # the first step shown and when, which the ETA counts from
         self._last_line = 0.0
