@@ -1,5 +1,9 @@
 """What went wrong outside is told in a few words, on the one line of a `UserError`."""
 
+import os
+import subprocess
+import sys
+
 import orbax.checkpoint
 import pytest
 
@@ -24,6 +28,17 @@ def test_an_error_of_many_lines_is_told_on_one(fails, tmp_path, monkeypatch):
         fails(tmp_path)
     message = str(caught.value)
     assert "\n" not in message and "internal: disk gone at frame" in message and len(message) < 500
+
+
+def test_what_stdout_has_no_letters_for_is_printed_as_escapes():
+    program = "from wedlm_jax.errors import entry\n@entry\ndef main(): print('a €')\nmain()"
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=True,
+    )
+    assert told.stdout == b"a \\u20ac\n"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import io
 import os
 import select
 import sys
@@ -51,6 +52,9 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         if "--version" in sys.argv[1:]:
             print(f"wedlm_jax {__version__}")
             return
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # What the terminal's encoding has no letters for is printed as escapes, as on stderr, and ends no training.
+            sys.stdout.reconfigure(errors="backslashreplace")
         try:
             try:
                 main()

@@ -85,6 +85,14 @@ BAD_LINES = {
         conversation(USER, {"role": "assistant", "content": "the " * 90}),
         "tokens, and a row holds data.row_length=64; shorten the record (a conversation is not cut), or start a new run",
     ),
+    "half a character in a key": (
+        conversation(USER, {"role": "assistant", "content": "x", "\ud83d": 1}),
+        "holds half a character ('\\ud83d'), which is no text",
+    ),
+    "half a character in tools": (
+        json.dumps({"messages": [USER, {"role": "assistant", "content": "x"}], "tools": '[{"name": "\\ud83d"}]'}),
+        "holds half a character ('\\ud83d'), which is no text",
+    ),
     "half a character": (
         conversation(USER, {"role": "assistant", "content": "\ud83d"}), "holds half a character ('\\ud83d'), which is no text",
     ),

@@ -45,6 +45,7 @@ LATER_MATTERS = """{{ messages | length }}
 {%- for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"""
 NO_PROMPT = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
 NO_END = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+NO_CALLS = "\n".join(line for line in QWEN25_STYLE.splitlines() if "tool_call>" not in line)
 STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}" + QWEN25_STYLE
 
 
@@ -172,6 +173,11 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
                 *messages("tool:one", "bird", "red", "mat"),
             ],
             "message 1: the chat template leaves out",
+        ),
+        (
+            NO_CALLS,
+            [{"role": "user", "content": "the"}, tool_call("look", ""), *messages("tool:one", "bird", "red", "mat")],
+            "message 1: the chat template leaves out some of this turn, such as its thinking or a call",
         ),
         (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
         (NO_END, TWO_TURNS, "message 1: the chat template does not end the assistant's turn with '<|im_end|>'"),

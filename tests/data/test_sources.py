@@ -1,6 +1,8 @@
 """Every source on a small fixture: what it gives is what was written, with its place."""
 
 import copy
+import datetime
+import decimal
 import gzip
 import importlib.util
 import os
@@ -153,6 +155,13 @@ def test_token_arrays_of_rows_and_of_one_stream(tmp_path, dtype):
     )
     cut = pieces("stream.npy", document_end_id=int(tokens[20]))
     assert sum(map(len, cut)) == 90 and tokens[16:21].tolist() in cut
+
+
+def test_a_table_whose_messages_hold_dates_and_decimals_is_read(tmp_path):
+    when, cost = datetime.datetime(2026, 1, 2), decimal.Decimal("1.5")
+    rows = [{"messages": [{**message, "when": when, "cost": cost} for message in row["messages"]]} for row in CHATS]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)
 
 
 def test_parquet(tmp_path):

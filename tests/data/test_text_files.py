@@ -6,6 +6,7 @@ from tests.data.test_sources import epoch
 from tests.data.tiny import config_of, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data import tokenizer_training
 from wedlm_jax.data.documents import Documents
+from wedlm_jax.data.files import find_files
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.errors import UserError
 
@@ -38,6 +39,25 @@ def test_a_text_file_that_is_no_longer_than_a_section_is_one_document(tmp_path):
     source = open_path(config_of(path, "text"), 64)
     with pytest.raises(UserError, match=r"not UTF-8 \(byte 65536\)"):
         source.parse(1, source.fetch(1))
+
+
+def test_linked_folders_are_read_and_each_once(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/a.txt").write_text("a")
+    data = tmp_path / "data"
+    (data / "in").mkdir(parents=True)
+    (data / "in/b.txt").write_text("b")
+    (data / "linked").symlink_to(tmp_path / "elsewhere")
+    (data / "again").symlink_to(tmp_path / "elsewhere")
+    (data / "in/circle").symlink_to(data)
+    assert [str(file.relative_to(data)) for file in find_files(str(data), (".txt",))] == ["again/a.txt", "in/b.txt"]
+
+
+def test_the_mark_of_utf_8_is_no_text(tmp_path):
+    path = tmp_path / "windows.txt"
+    path.write_text("the cat\n", encoding="utf-8-sig")
+    source = open_path(config_of(path, "text"), 64)
+    assert source.parse(0, source.fetch(0)).text == "the cat\n"
 
 
 def test_no_section_of_a_file_that_is_no_text_is_learned_from(tmp_path):

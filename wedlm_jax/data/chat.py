@@ -73,8 +73,8 @@ def from_messages(
         reply = whole[len(prompt) : stop]
         if not _holds(reply, messages[number]):
             raise BadRecord(
-                f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would be "
-                "learned without; take it out of the record, or data.loss_on_turns=last"
+                f"message {number}: the chat template leaves out some of this turn, such as its thinking or a call, so it "
+                "would be learned without; take it out of the record, or data.loss_on_turns=last"
             )
         for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
             ids = encode_with_control_tokens(tokenizer, text)
@@ -170,8 +170,17 @@ def _check_written(
 def _holds(reply: str, message: Message) -> bool:
     """Whether all that the message says is in the reply; templates may add to it and move white space."""
     squeezed = "".join(reply.split())
-    return all("".join(text.split()) in squeezed for text in _texts(message))
+    return all("".join(text.split()) in squeezed for text in (*_texts(message), *_called(message)))
 
 
 def _texts(message: Message) -> list[str]:
     return [text for text in (message["content"], message.get("reasoning_content")) if isinstance(text, str)]
+
+
+def _called(message: Message) -> list[str]:
+    """The names of the functions that it calls; `tool_calls` has them within `function`, as at OpenAI, or bare."""
+    calls = message.get("tool_calls")
+    calls = (
+        [call.get("function") or call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    )
+    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]

@@ -146,8 +146,8 @@ def _system(value: Any) -> list[dict[str, Any]]:
 def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError:
+            value = _plain(json.loads(value))
+        except json.JSONDecodeError:
             raise BadRecord("tools is text that is no JSON") from None
     if value is not None and not isinstance(value, list):
         raise BadRecord(f"tools is {type(value).__name__}, not a list")
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(one) for one in value]
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {_plain(key): _plain(one) for key, one in value.items()}
     return value
 
 

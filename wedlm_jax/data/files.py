@@ -43,6 +43,11 @@ def _below(folder: Path) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise UserError(f"{error.filename}: the folder cannot be read ({reason(error)})")
 
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    seen = set()  # a folder that links lead to twice, or in a circle, is read once
+    for parent, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        if (place := os.path.realpath(parent)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(parent) / name for name in names if not name.startswith("."))

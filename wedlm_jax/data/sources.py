@@ -119,9 +119,11 @@ class TextFile:
         if (zero := raw.find(0)) >= 0:  # as in UTF-16, most sections of which would pass for UTF-8
             raise BadRecord(f"not text (byte {self._start(index) + zero} is 0)")
         try:
-            return Text(raw.decode(), ends=index + 1 == len(self))
+            text = raw.decode()
         except UnicodeDecodeError as error:
             raise BadRecord(f"not UTF-8 (byte {self._start(index) + error.start})") from None
+        # Editors on Windows mark a file as UTF-8 by a character that is none of its text.
+        return Text(text.removeprefix("\ufeff") if index == 0 else text, ends=index + 1 == len(self))
 
     def _start(self, index: int) -> int:
         return self._index()[index - 1] if index else 0

@@ -25,6 +25,9 @@ def content_of(raw: Any) -> bytes:
         return raw.astype(np.int64).tobytes()
 
     def text(value: Any) -> Any:
-        return value.decode(errors="replace") if isinstance(value, bytes) else np.asarray(value).tolist()
+        if isinstance(value, bytes):
+            return value.decode(errors="replace")
+        plain = np.asarray(value).tolist()
+        return str(value) if plain is value else plain  # a date or a decimal of a table
 
     return json.dumps(raw, sort_keys=True, default=text).encode()
