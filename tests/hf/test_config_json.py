@@ -122,6 +122,8 @@ def test_wedlm_reads_bias_and_norm_from_its_own_fields(fields, bias, norm):
         {"is_causal": False},
         {"model_type": "qwen3_moe"},
         {"model_type": "llama"},
+        {"model_type": ["qwen3"]},
+        {"layer_types": [["full_attention"], 1]},
     ],
 )
 def test_what_is_not_implemented_is_refused_by_file_and_field(fields):
@@ -180,12 +182,17 @@ def test_a_field_of_the_wrong_type_is_named(name, value):
         from_hf(RAW | {name: value}, FILE)
 
 
+def test_layer_types_that_are_no_list_are_named():
+    with pytest.raises(UserError, match="layer_types=5 is not a list"):
+        from_hf(RAW | {"layer_types": 5}, FILE)
+
+
 def test_an_impossible_shape_names_the_file():
     with pytest.raises(UserError, match="config.json: .*num_kv_heads=3"):
         from_hf(RAW | {"num_key_value_heads": 3}, FILE)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "\x00"])
+@pytest.mark.parametrize("text", ["{", "[1]", "\x00", "[" * 100_000, '{"vocab_size": %s}' % ("9" * 5000)])
 def test_an_unreadable_config_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError, match="config.json: "):

@@ -8,9 +8,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from wedlm_jax.data.tokenizer import train_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.export import save_hf
-from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer, resolve_mask_token_id
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files, load_tokenizer, resolve_mask_token_id
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 
@@ -35,6 +36,21 @@ def test_caller_then_config_then_tokenizer_then_none(copy_of):
     (directory / "config.json").write_text(json.dumps(raw | {"mask_token_id": 210}))
     assert load_hf(directory).mask_token_id == 210
     assert load_hf(directory, mask_token_id=211).mask_token_id == 211
+
+
+def test_a_tokenizer_that_only_the_models_config_says_how_to_read_is_kept_whole(tmp_path):
+    """vocab.json and merges.txt, as in the first Qwen repositories; a workdir has no config.json beside them."""
+    given, kept = tmp_path / "given", tmp_path / "kept"
+    given.mkdir()
+    kept.mkdir()
+    trained = train_tokenizer(["the cat sat on the mat"] * 3, 280)
+    trained.backend_tokenizer.model.save(str(given))
+    (given / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    read = load_tokenizer(given)
+    copy_tokenizer_files(given, read, kept)
+    assert (kept / "merges.txt").read_bytes() == (given / "merges.txt").read_bytes()
+    again, text = load_tokenizer(kept), "the cat<|endoftext|> sat on a mat"
+    assert again(text).input_ids == read(text).input_ids and again.eos_token_id == read.eos_token_id is not None
 
 
 def test_caller_may_choose_any_row_where_there_is_no_tokenizer(copy_of):

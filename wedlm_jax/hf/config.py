@@ -52,7 +52,7 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{file}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: not readable as JSON ({error}); download or copy it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{file}: expected a JSON object, found {type(value).__name__}")
@@ -71,7 +71,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
       UserError: a field is missing, has the wrong type, or asks for a forward pass that is not implemented.
     """
     arch = raw.get("model_type")
-    if arch not in ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
         raise UserError(f"{file}: model_type={arch!r} is not implemented; known are {', '.join(ARCHITECTURES)}")
     _refuse_unimplemented(raw, file)
     required = (
@@ -199,7 +199,10 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
     if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
         # In Qwen3 the flag puts a bias on the output projection too, and such a checkpoint never existed.
         raise UserError(f"{file}: attention_bias=True is not implemented for model_type=qwen3 (only False)")
-    others = sorted(set(raw.get("layer_types") or ()) - {FULL_ATTENTION})
+    layer_types = raw.get("layer_types") or []
+    if not isinstance(layer_types, list):
+        raise UserError(f"{file}: layer_types={layer_types!r} is not a list")
+    others = dict.fromkeys(str(kind) for kind in layer_types if kind != FULL_ATTENTION)
     if others:
         raise UserError(
             f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})"

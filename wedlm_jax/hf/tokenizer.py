@@ -38,14 +38,15 @@ def load_tokenizer(directory: Path) -> Any | None:
 
 
 def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:
-    """Carries the files of `source` along as they are; where it has none, writes those of `tokenizer`."""
+    """Carries the files of `source` along as they are; where it has no tokenizer.json, writes that of `tokenizer` and what
+    belongs to it: a vocab.json alone can be read only beside the config.json of its model."""
     names = [name for name in TOKENIZER_FILES if source is not None and (source / name).is_file()]
-    for name in names:
-        shutil.copyfile(Path(source or "") / name, target / name)
-    if not names and tokenizer is not None:
+    if "tokenizer.json" not in names and tokenizer is not None:
         from wedlm_jax.data.tokenizer import save_tokenizer
 
         save_tokenizer(tokenizer, target)
+    for name in names:
+        shutil.copyfile(Path(source or "") / name, target / name)
 
 
 def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
