@@ -180,7 +180,6 @@ def _texts(message: Message) -> list[str]:
 def _called(message: Message) -> list[str]:
     """The names of the functions that it calls; `tool_calls` has them within `function`, as at OpenAI, or bare."""
     calls = message.get("tool_calls")
-    calls = (
-        [call.get("function") or call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    )
-    return [call["name"] for call in calls if isinstance(call, dict) and isinstance(call.get("name"), str)]
+    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    functions = [call["function"] if isinstance(call.get("function"), dict) else call for call in calls]
+    return [function["name"] for function in functions if isinstance(function.get("name"), str)]

@@ -146,9 +146,10 @@ def _system(value: Any) -> list[dict[str, Any]]:
 def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         try:
-            value = _plain(json.loads(value))
-        except json.JSONDecodeError:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
             raise BadRecord("tools is text that is no JSON") from None
+        value = _plain(value)  # an escape in it may be half a character
     if value is not None and not isinstance(value, list):
         raise BadRecord(f"tools is {type(value).__name__}, not a list")
     return value or None
