@@ -20,6 +20,12 @@ MASKED_SCORE = -1e30
 FEW_QUERIES, MANY_KEYS, WIDE_HEAD = 32, 256, 64
 
 
+def is_exact(dtype: jnp.dtype) -> bool:
+    """Whether a kernel is to multiply float32 as it is; otherwise, as everywhere on its device, as TF32 or bfloat16."""
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return dtype == jnp.float32 and asked in ("highest", "float32")
+
+
 def attend(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Softmax attention of T queries over S keys, scores and softmax in float32.
 

@@ -33,7 +33,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
 from wedlm_jax.ops.attention.choice import PLATFORMS
-from wedlm_jax.ops.attention.dense import attend, merge
+from wedlm_jax.ops.attention.dense import attend, is_exact, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 
 # Queries of a program of the largest kernel, and keys of its tiles: lengths are multiples of it.
@@ -243,9 +243,8 @@ def triton() -> Kernels:
 
     def common(q: jax.Array) -> dict[str, Any]:
         # The kernels do not read what jax is told; DEFAULT is TF32 for float32.
-        asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-        exact = q.dtype == jnp.float32 and asked in ("highest", "float32")
-        precision = jax.lax.DotAlgorithmPreset.F32_F32_F32 if exact else jax.lax.DotAlgorithmPreset.DEFAULT
+        presets = jax.lax.DotAlgorithmPreset
+        precision = presets.F32_F32_F32 if is_exact(q.dtype) else presets.DEFAULT
         return dict(
             logits_scale=q.shape[-1] ** -0.5, logits_dtype=jnp.dtype(jnp.float32), logits_soft_cap=None, dropout_rate=0.0,
             q_k_dot_precision=precision, weights_v_dot_precision=precision,

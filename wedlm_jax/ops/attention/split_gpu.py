@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from wedlm_jax.ops.attention.dense import MASKED_SCORE
+from wedlm_jax.ops.attention.dense import MASKED_SCORE, is_exact
 
 MAX_ROWS = 64  # queries of one kv head in a program; more are cut, and each part reads the keys
 KEY_TILE = 64
@@ -46,14 +46,10 @@ def attend_split(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of query t of row b over the slots s < end_BT[b, t] of one layer, as `attend_cache`.
+    """`cache.attend_cache` by this kernel, for the few queries of a window; `unsupported` names no reason against them.
 
     Args:
-      q_BTNH: queries of a window, few; `unsupported` names no reason against them.
-      k_LBKSH, v_LBKSH: the cache, of B rows or more, of which nothing is copied.
-      layer: int [].
-      end_BT: int [B, T], at least 1; a larger one than S reads as S.
-      interpret: run the kernel as plain operations, on any platform; slow.
+      interpret: run it as plain operations, on any platform; slow.
 
     Returns:
       out [B, T, N, H] in the dtype of q.
@@ -78,7 +74,7 @@ def attend_split(
     of_rows = pl.BlockSpec((1, 1, block), lambda b, k, r, s: (b, k, r))
     everything = pl.BlockSpec(memory_space=pl.ANY)
     out_BKRPH, lse_BKRP = pl.pallas_call(
-        functools.partial(_kernel, splits=splits, exact=_is_exact(q_BTNH.dtype)),
+        functools.partial(_kernel, splits=splits, exact=is_exact(q_BTNH.dtype)),
         grid=(B, K, blocks, splits),
         in_specs=[pl.BlockSpec((1,), lambda b, k, r, s: (0,)), a_block, of_rows, everything, everything],
         out_specs=[
@@ -150,9 +146,3 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, *, splits: int, group: int) -> N
     shares_P = jnp.exp(lse_P - jnp.max(lse_P))
     merged_H = jnp.sum(out_PH * shares_P[:, None], axis=0) / jnp.sum(shares_P)
     merged_ref[0, 0, 0] = merged_H.astype(merged_ref.dtype)
-
-
-def _is_exact(dtype: jnp.dtype) -> bool:
-    """Whether float32 is multiplied as it is; otherwise, as everywhere on a GPU, as TF32."""
-    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return dtype == jnp.float32 and asked in ("highest", "float32")

@@ -3,7 +3,7 @@
 Row by row, tile by tile of the cache, all heads of a tile: the queries of one kv head are the rows of its products, and the
 softmax is kept up to date from tile to tile (FlashAttention, arXiv 2205.14135). There are as many steps as the longest row has
 tiles in use; a row with fewer fetches nothing in those behind, whose step names the tile that is there already. XLA's own path
-moves 2.6 times as many bytes, and of every row as many slots as the longest one uses (`python -m benchmarks.decode_attention`).
+moves 2.5 times as many bytes, and of every row as many slots as the longest one uses (`python -m benchmarks.decode_attention`).
 
 It has not run on a TPU: trial.py runs it before "auto" takes it. In the tests it runs interpreted on CPU, and is compiled for a
 TPU that is not there.
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from wedlm_jax.ops.attention.dense import MASKED_SCORE
+from wedlm_jax.ops.attention.dense import MASKED_SCORE, is_exact
 
 TILE_BYTES = 2**20  # of the keys of a tile; as much for the values, and both twice, as the next tile comes meanwhile
 MAX_SCORES = 2**18  # of a kv head in a tile, float32
@@ -51,14 +51,10 @@ def attend_window(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of query t of row b over the slots s < end_BT[b, t] of one layer, as `attend_cache`.
+    """`cache.attend_cache` by this kernel, for the few queries of a window; `unsupported` names no reason against them.
 
     Args:
-      q_BTNH: queries of a window, few; `unsupported` names no reason against them.
-      k_LBKSH, v_LBKSH: the cache, of B rows or more, of which nothing is copied.
-      layer: int [].
-      end_BT: int [B, T], at least 1; a larger one than S reads as S.
-      interpret: run the kernel as plain operations, on any platform; slow.
+      interpret: run it as plain operations, on any platform; slow.
 
     Returns:
       out [B, T, N, H] in the dtype of q.
@@ -81,11 +77,12 @@ def attend_window(
     def of_tile(b: jax.Array, s: jax.Array, layer: jax.Array, tiles_B: jax.Array) -> tuple[jax.Array | int, ...]:
         return layer[0], b, 0, jnp.minimum(s, tiles_B[b] - 1), 0
 
+    precision = jax.lax.Precision.HIGHEST if is_exact(q_BTNH.dtype) else None
     # Else XLA fetches a cache that fits there, whole, into the chip's own memory, layer by layer.
     in_place = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k_LBKSH, v_LBKSH)]
     a_tile = pl.BlockSpec((None, None, K, tile, H), of_tile)
     out_BKRH = pl.pallas_call(
-        functools.partial(_kernel, slots=S, precision=_precision(q_BTNH.dtype)),
+        functools.partial(_kernel, slots=S, precision=precision),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, jnp.max(tiles_B)),
@@ -157,9 +154,3 @@ def _kernel(
     @pl.when(number == pl.num_programs(1) - 1)
     def end():
         out_ref[...] = (seen_ref[...] / total_ref[:, :, :1]).astype(out_ref.dtype)
-
-
-def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
-    """Float32 is multiplied as it is where that is asked for; otherwise, as everywhere on a TPU, as bfloat16."""
-    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 and asked in ("highest", "float32") else None
