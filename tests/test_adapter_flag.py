@@ -11,13 +11,14 @@ from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from tests.hf.adapters import with_noise
 from wedlm_jax import calibrate, load, pretrained, save, save_adapter
-from wedlm_jax.checkpoint import Base, Checkpoints, ModelFile
+from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.handle import CALIBRATION_FILE
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
+from wedlm_jax.model_file import Base, ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.train_state import new_state
 

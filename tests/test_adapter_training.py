@@ -12,12 +12,13 @@ import wedlm_jax
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import ModelFile, load_params
+from wedlm_jax.checkpoint import load_params
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import load_experiment, override
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.config import ModelOverrides
 from wedlm_jax.model.parameters import init_params, params_of
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.train import train
 
 

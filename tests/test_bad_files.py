@@ -106,6 +106,10 @@ WORKDIR = {
     "metrics that are damaged, drawn": Case(
         "metrics stopped", "stopped/metrics.jsonl:1: no JSON .*; remove the line", written("stopped/metrics.jsonl", "x\n")
     ),
+    "metrics that are texts, drawn": Case(
+        "metrics stopped", 'stopped/metrics.jsonl:1: loss is "low", no number; remove the line',
+        written("stopped/metrics.jsonl", '{"step": 1, "loss": "low"}\n'),
+    ),
     "a workdir below a file": Case(
         "train --exp tiny.py --workdir tiny.py/run",
         r"tiny.py/run/tokenizer: cannot be written \(not a directory\); make room or choose another --workdir"

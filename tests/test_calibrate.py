@@ -8,7 +8,7 @@ import pytest
 
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
-from wedlm_jax.checkpoint import Checkpoints, ModelFile
+from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.decode.calibration import Calibration, read_calibration, write_calibration
 from wedlm_jax.decode.measured_windows import device_name, read_measured_windows, windows_in_use, write_measured_windows
@@ -19,6 +19,7 @@ from wedlm_jax.evals.thresholds import PENALTIES, THRESHOLDS, choose
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable, presumed_table
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.train_state import new_state
 

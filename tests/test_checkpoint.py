@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 
 from tests.bad_input import cut, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
-from wedlm_jax.checkpoint import Checkpoints, ModelFile, differences, load_params, saved_steps, steps_to_keep
+from wedlm_jax.checkpoint import Checkpoints, differences, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state
 
@@ -195,6 +197,17 @@ def test_a_disk_that_is_full_is_told_and_the_earlier_checkpoint_is_kept(tmp_path
     assert saved_steps(tmp_path) == [1]
     _, data_state = restore(tmp_path)
     assert data_state == {"next_example": [1]}
+
+
+def test_what_tensorstore_tells_nobody_is_not_printed(tmp_path, capsys):
+    """Of a disk that is full, a traceback for each file that it had not written yet."""
+    hook = sys.excepthook
+    with Checkpoints(tmp_path, keep=1):
+        sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+        assert capsys.readouterr().err == ""
+        sys.excepthook(RuntimeError, RuntimeError("another"), None)
+        assert "RuntimeError: another" in capsys.readouterr().err
+    assert sys.excepthook is hook
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")

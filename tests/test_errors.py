@@ -1,5 +1,6 @@
 """What went wrong outside is told in a few words, on the one line of a `UserError`."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -39,6 +40,21 @@ def test_what_stdout_has_no_letters_for_is_printed_as_escapes():
         check=True,
     )
     assert told.stdout == b"a \\u20ac\n"
+
+
+@pytest.mark.parametrize("platforms", ["cuda", "no_such"])
+def test_a_kind_of_device_that_is_not_there_is_told_in_one_line(platforms):
+    """jax has an assertion for one whose plugin is missing, and a message for a name that it does not know."""
+    if platforms == "cuda" and importlib.util.find_spec("jax_cuda13_plugin"):
+        pytest.skip("jax's plugin for CUDA is installed")
+    program = "import jax\nfrom wedlm_jax.errors import entry\n@entry\ndef main(): jax.devices()\nmain()"
+    told = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "JAX_PLATFORMS": platforms}, capture_output=True, text=True
+    )
+    assert told.returncode == 2
+    *_, line = told.stderr.splitlines()
+    assert line.startswith(f"error: JAX_PLATFORMS={platforms}: jax finds no such device here (")
+    assert line.endswith("; unset it, or install jax for that device") and "Traceback" not in told.stderr
 
 
 @pytest.mark.parametrize(

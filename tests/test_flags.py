@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tyro
 
 import wedlm_jax
 from wedlm_jax.errors import UserError, entry
@@ -50,6 +51,30 @@ def test_a_bad_flag_is_one_line(args, message, boxes, capsys, monkeypatch):
 
 def test_good_flags_are_read():
     assert parse(Flags, prog="command", args=["--number", "3"]) == Flags(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Overridden:
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    exp: str | None = None
+    number: int = 0
+    dry: bool = False
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["a=1 b=2 --exp x --number -1 --dry", "a=1 --exp x b=2 --number=-1 --dry", "--dry a=1 --number -1 --exp x b=2"],
+)
+def test_what_is_no_flag_may_stand_anywhere(args):
+    """But what follows a flag is its value, whatever it looks like."""
+    read = parse(Overridden, prog="command", args=args.split(), config=(tyro.conf.FlagCreatePairsOff,))
+    assert read == Overridden(("a=1", "b=2"), "x", -1, True)
+    assert parse(Overridden, prog="command", args=["a=1", "--exp", "b=2"]) == Overridden(("a=1",), "b=2")
+
+
+def test_a_flag_without_its_value_takes_none_from_before_it():
+    with pytest.raises(UserError, match="Missing value for argument '--exp'"):
+        parse(Overridden, prog="command", args=["a=1", "--exp"])
 
 
 def test_the_help_is_shown_as_ever(capsys):

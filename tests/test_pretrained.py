@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wedlm_jax.checkpoint import Checkpoints, ModelFile
+from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.convert import Convert, convert
 from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, params_of
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
 from wedlm_jax.train_state import new_state

@@ -13,7 +13,7 @@ from tests.killed_training import Killed, train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import self_generation
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import Base, ModelFile, load_params
+from wedlm_jax.checkpoint import load_params
 from wedlm_jax.data.config import DataConfig, SelfGenerated
 from wedlm_jax.data.quickstart_tasks import split_of
 from wedlm_jax.data.tokenizer_training import make_tokenizer
@@ -24,6 +24,7 @@ from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelOverrides
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import init_params, params_of, transformer_from
+from wedlm_jax.model_file import Base, ModelFile
 from wedlm_jax.self_generation import COMPLETIONS, FOLDER, MADE_FROM, self_generated_data
 from wedlm_jax.train import train
 

@@ -18,11 +18,11 @@ FLOORS = (
     {"errors", "host_memory", "version"},
     {"config_tree", "flags", "lifeline", "program_costs", "results"},
     {"distributed"},
-    {"ops", "preemption"},
+    {"ops", "preemption", "sole_writer"},
     {"sharding"},
     {"model", "diffusion", "data"},
     {"objective"},
-    {"optimizer", "train_state", "mask_training", "train_step", "hf", "checkpoint", "metrics", "decode"},
+    {"optimizer", "train_state", "mask_training", "train_step", "hf", "model_file", "checkpoint", "metrics", "decode"},
     {"engine", "pretrained", "baselines", "absent_devices"},
     {"evals", "study"},
     {"experiment"},
@@ -41,6 +41,7 @@ ON_ONE_FLOOR = {
     ("train_step", "mask_training"),  # the gradients of an adapter of mask rows
     ("train_state", "optimizer"),  # holds its state
     ("checkpoint", "train_state"),  # what is saved
+    ("checkpoint", "model_file"),  # the shapes of it
     ("__init__", "generate"),  # wedlm_jax.generate is the function
 }
 

@@ -13,12 +13,13 @@ from tests.bad_input import full_disk
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import Checkpoints, ModelFile, load_params, saved_steps
+from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.train import main, train

@@ -11,12 +11,12 @@ import pytest
 
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import ModelFile
 from wedlm_jax.diffusion.dual_stream import next_token_targets, visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import ranges
 from wedlm_jax.train_state import from_seed

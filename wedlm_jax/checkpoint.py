@@ -2,9 +2,10 @@
 
 A workdir holds
   experiment.json   what is trained, for the refusal to resume another run into it
-  model.json        the fields of ModelFile: what `wedlm_jax.load` needs beside the parameters
+  model.json        the fields of ModelFile (model_file.py): what `wedlm_jax.load` needs beside the parameters
   tokenizer/        tokenizer.json, tokenizer_config.json
   checkpoints/STEP/ params, training (the rest of TrainState), data, metrics
+  .training         by which a second training finds that one is at work here
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
-import pydantic
 from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
@@ -30,11 +31,10 @@ from wedlm_jax.errors import UserError, reason
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_axes
-from wedlm_jax.model.revision import revision
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import param_shardings
 from wedlm_jax.train_state import TrainState
 
-MODEL_FILE = "model.json"
 SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it that were not finite
 BEST_METRIC = "best_metric"  # beside it: the metric by which one checkpoint is kept as the best, or null
 _FOLDER = "checkpoints"
@@ -162,13 +162,21 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._tell_error
         return self
+
+    def _tell_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """All but what tensorstore says of the other files when one could not be written: it tells them to nobody."""
+        if str(error) != "Event loop is closed":
+            self._excepthook(kind, error, trace)
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Waits for what is still being written, also where a run is stopped; raises what went wrong there."""
         try:
             if kind is None:
                 self.wait()
+                sys.excepthook = self._excepthook  # where something failed, it has more to tell
         finally:
             with contextlib.suppress(Exception):  # told above, or the run ends by another error
                 self._manager.close()
@@ -206,46 +214,6 @@ def _best_of(metrics: Mapping[int, Mapping[str, Any]], best_metric: str | None) 
     measured = {step: metrics[step].get(best_metric or "") for step in metrics}
     measured = {step: value for step, value in measured.items() if value is not None and math.isfinite(value)}
     return min(measured, key=lambda step: (measured[step], step), default=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Base:
-    """The model that an adapter was trained beside. Its parameters are read where they are, and never written."""
-
-    path: str  # what init_from named, of a workdir with the step
-    revision: str
-
-    def check(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
-        """Raises a `UserError` where these are other parameters."""
-        if (found := revision(config, params)) != self.revision:
-            raise UserError(
-                f"{self.path} is of revision {found}, and the adapter was trained beside it at revision {self.revision}; "
-                "bring that model back, or train the adapter again"
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelFile:
-    """`model.json` of a workdir."""
-
-    config: ModelConfig
-    mask_token_id: int
-    eos_token_ids: tuple[int, ...]
-    base: Base | None = None  # where the config has an adapter
-    init_from: str | None = None  # what its first parameters were read from, of a workdir with the step
-
-    def write(self, workdir: Path) -> None:
-        (workdir / MODEL_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
-
-    @classmethod
-    def read(cls, workdir: Path) -> ModelFile:
-        path = workdir / MODEL_FILE
-        try:
-            return pydantic.TypeAdapter(cls).validate_json(path.read_text())
-        except OSError:
-            raise UserError(f"{workdir} is no workdir of wedlm_jax.train: it has no {MODEL_FILE}") from None
-        except ValueError as error:
-            raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def load_params(

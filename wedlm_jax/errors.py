@@ -9,6 +9,7 @@ import io
 import os
 import select
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,9 +44,9 @@ def writing(path: Path, mend: str = "make room or name another place") -> Iterat
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a command: a `UserError`, a file that the system refuses or a full disk becomes `error: ...` on stderr and exit
-    status 2, without a traceback, and Ctrl-C one word and 130, as shells have it. One whose reader has left (`| head`) ends
-    there with exit status 1, silently. `--version` is answered here, for every command."""
+    """Wraps a command: a `UserError`, a file that the system refuses, a full disk or a kind of device that is not there becomes
+    `error: ...` on stderr and exit status 2, without a traceback, and Ctrl-C one word and 130, as shells have it. One whose
+    reader has left (`| head`) ends there with exit status 1, silently. `--version` is answered here, for every command."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -65,6 +66,11 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
+        except (AssertionError, RuntimeError) as error:
+            if not _no_device(error):
+                raise
+            asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"
+            _exit(f"{asked}: jax finds no such device here ({reason(error)}); unset it, or install jax for that device")
         except OSError as error:
             if isinstance(error, BrokenPipeError) and _reader_has_left():
                 sys.exit(1)
@@ -77,6 +83,13 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             _exit(f"{what} ({reason(error).lower()}); make room or name another place")
 
     return run
+
+
+def _no_device(error: BaseException) -> bool:
+    """Whether jax did not find the kind of device that it was told to use: of a plugin that is not there it says no more than an
+    assertion."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return frames[-1].name == "backends" and Path(frames[-1].filename).name == "xla_bridge.py"
 
 
 def forget_closed_output() -> None:

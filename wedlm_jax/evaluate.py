@@ -21,7 +21,7 @@ from rich.progress import Progress
 from rich.text import Text
 
 from wedlm_jax import pretrained
-from wedlm_jax.checkpoint import ModelFile, chosen_step, saved_steps
+from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -44,6 +44,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -46,7 +47,7 @@ def parse(
     Raises:
       UserError: a flag is unknown, missing or of the wrong type.
     """
-    args = spell_none(sys.argv[1:] if args is None else args)
+    args = _positional_first(flags, spell_none(sys.argv[1:] if args is None else args))
     if description is not None:
         description = _EXAMPLE.sub("$ ", description)  # tyro joins lines that begin with a letter
     shown = io.StringIO()
@@ -133,6 +134,24 @@ def spell_none(arguments: Sequence[str]) -> list[str]:
         elif i and _may_be_none(spelled[i - 1]) and argument.lower() == "none":
             spelled[i] = "None"
     return spelled
+
+
+def _positional_first(flags: type, arguments: list[str]) -> list[str]:
+    """With what stands before, between and behind the flags in one place, for tyro takes no more than its first such place."""
+    kinds = get_type_hints(flags, include_extras=True)
+    if not any(tyro.conf.Positional in getattr(kind, "__metadata__", ()) for kind in kinds.values()):
+        return arguments
+    alone = {_spelled(name) for name, kind in kinds.items() if kind is bool} | {"--help"}
+    positional, flagged = [], []
+    left = iter(arguments)
+    for argument in left:
+        if not argument.startswith("-"):
+            positional.append(argument)
+            continue
+        flagged.append(argument)
+        if argument.startswith("--") and "=" not in argument and argument.replace("_", "-") not in alone:
+            flagged += itertools.islice(left, 1)  # its value
+    return positional + flagged
 
 
 def _may_be_none(flag: str) -> bool:

@@ -27,10 +27,11 @@ from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
 from wedlm_jax.ops.attention import asked_elsewhere
 
 if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
-    from wedlm_jax.checkpoint import Base, Step
+    from wedlm_jax.checkpoint import Step
 
 _WITH_STEP = re.compile(r"(.+)@(\d+|best)")
 
@@ -164,15 +165,13 @@ def _require_steps(path: str | Path, directory: Path) -> None:
 
 
 def is_workdir(directory: Path) -> bool:
-    return (directory / "model.json").is_file() and not (directory / "config.json").is_file()
+    return (directory / MODEL_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def exact_dtype(directory: Path) -> DType:
     """The dtype that holds the stored weights without rounding."""
     if not is_workdir(directory):
         return stored_dtype(directory)
-    from wedlm_jax.checkpoint import ModelFile
-
     return ModelFile.read(directory).config.param_dtype
 
 
@@ -189,7 +188,7 @@ def _of_these_weights(file: Path, found: Any, model: Model) -> Any:
 
 
 def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:
-    from wedlm_jax.checkpoint import ModelFile, load_params  # here, so that reading an HF directory imports no orbax
+    from wedlm_jax.checkpoint import load_params  # here, so that reading an HF directory imports no orbax
 
     declared = ModelFile.read(workdir)
     config, params = load_params(workdir, step, mesh)
@@ -210,7 +209,7 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
 
 def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Model:
     """The model with the adapter that a workdir trained; `name` is what the model was loaded as."""
-    from wedlm_jax.checkpoint import ModelFile, load_params
+    from wedlm_jax.checkpoint import load_params
 
     declared = ModelFile.read(workdir)
     if declared.base is None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import ModelFile, differences
+from wedlm_jax.checkpoint import differences
 from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.prompts import leading_prompts, room_for_reply
 from wedlm_jax.decode.calibration import fingerprint
@@ -30,6 +30,7 @@ from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.results import write_json
 
 FOLDER = "self_generated"  # in the workdir

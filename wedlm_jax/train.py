@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints, ModelFile
+from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry
@@ -23,10 +23,12 @@ from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
 from wedlm_jax.pretrained import base_params
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
+from wedlm_jax.sole_writer import sole_writer
 from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
@@ -146,7 +148,10 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             rows=config.batch_size, num_batches=config.eval_batches, num_samples=config.eval_samples,
         )  # fmt: skip
 
-    with Checkpoints(workdir, keep=config.keep_checkpoints, best_metric=config.best_metric) as checkpoints:
+    with (
+        sole_writer(workdir),
+        Checkpoints(workdir, keep=config.keep_checkpoints, best_metric=config.best_metric) as checkpoints,
+    ):
         # Where the state comes from:
         # 1. the newest checkpoint in the workdir that can be read, with the place in the data stream;
         # 2. else the model of init_from, with a fresh optimizer;

@@ -10,7 +10,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import MODEL_FILE, Base, ModelFile, chosen_step, differences, saved_steps
+from wedlm_jax.checkpoint import chosen_step, differences, saved_steps
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
@@ -23,8 +23,10 @@ from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
+from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
 from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
+from wedlm_jax.sole_writer import sole_writer
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
@@ -165,6 +167,19 @@ def prepare_workdir(
     folder = workdir / TOKENIZER_FOLDER
     with writing(folder, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
+    with sole_writer(workdir):
+        _write_start(experiment, initial, model, workdir, base, init_from)
+
+
+def _write_start(
+    experiment: Experiment,
+    initial: Model | None,
+    model: ModelConfig,
+    workdir: Path,
+    base: Base | None,
+    init_from: str | None,
+) -> None:
+    folder = workdir / TOKENIZER_FOLDER
     tokenizer = _find_tokenizer(experiment, initial, folder)
     if initial is not None:
         with writing(folder, _MEND):

@@ -161,12 +161,17 @@ def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     """The logged steps of a workdir, in order; None stands for a number that was not finite.
 
     Raises:
-      UserError: there is no such file, or a line of it is no JSON object with its step.
+      UserError: there is no such file, or a line of it is no JSON object with its step and numbers.
     """
     path = Path(workdir) / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
-    return [record for _, record in _records(path, path.read_bytes().splitlines())]
+    records = [record for _, record in _records(path, path.read_bytes().splitlines())]
+    for line, record in enumerate(records, 1):
+        for name, value in record.items():
+            if value is not None and not isinstance(value, int | float):
+                raise UserError(f"{path}:{line}: {name} is {json.dumps(value)[:40]}, no number; remove the line")
+    return records
 
 
 def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
