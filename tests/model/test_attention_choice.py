@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.model import patterns
 from wedlm_jax.model.patterns import Causal, DualStream
-from wedlm_jax.ops.attention import choice
+from wedlm_jax.ops.attention import choice, trial
 from wedlm_jax.ops.attention.choice import choose
 
 
@@ -54,12 +55,31 @@ def test_what_is_asked_for_is_never_replaced_in_silence():
 
 
 def test_a_choice_is_logged_once_with_its_reason(caplog):
-    choice._log_once.cache_clear()
+    choice.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "wedlm_jax"):
         for _ in range(2):
             choose("auto", {"splash": "rows of 8"}, "tpu")
     assert [record.getMessage() for record in caplog.records] == [
         "attention: xla, on tpu, because of splash: rows of 8"
+    ]
+
+
+def test_gradients_of_splash_are_by_one_kernel_unless_its_trial_or_the_length_of_a_row_speaks_against_it(
+    monkeypatch, caplog
+):
+    choice.log_once.cache_clear()
+    q, k, long = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.bfloat16) for n in (256, 256, 2**16))
+    with caplog.at_level(logging.INFO, "wedlm_jax"):
+        assert patterns._joint_backward(q, k)  # no TPU is here to try it on
+        monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+        monkeypatch.setattr(trial, "failure", lambda *_: None)
+        assert patterns._joint_backward(q, k)
+        assert not patterns._joint_backward(long, long)
+        monkeypatch.setattr(trial, "failure", lambda kernels, *_: f"{kernels} are wrong")
+        assert not patterns._joint_backward(q, k)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"attention: splash's own backward kernels, because of ours: {reason}"
+        for reason in ("65536 keys of 128 are too many for a chip's memory", "gradients are wrong")
     ]
 
 

@@ -13,6 +13,7 @@ from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.ops.attention import splash_backward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash import (
     CausalMask,
@@ -61,13 +62,19 @@ def arrays(rows, tokens, heads, kv_heads, head_dim, seed=0):
     return [np.float32(random.normal(size=shape)) for shape in shapes]
 
 
-@functools.partial(quick_jit, static_argnames="mask")
-def output_and_gradients(q, k, v, d_out, segments, mask):
-    function = lambda q, k, v: splash_attention(q, k, v, segments, mask, interpret=True)  # noqa: E731
+BACKWARDS = {"joint backward": True, "splash's backward": False}
+each_backward = pytest.mark.parametrize("joint", BACKWARDS.values(), ids=BACKWARDS)
+
+
+@functools.partial(quick_jit, static_argnames=("mask", "joint"))
+def output_and_gradients(q, k, v, d_out, segments, mask, joint=True):
+    attend = functools.partial(splash_attention, mask=mask, joint_backward=joint, interpret=True)
+    function = lambda q, k, v: attend(q, k, v, segments)  # noqa: E731
     out, pullback = jax.vjp(function, q, k, v)
     return out, *pullback(d_out)
 
 
+KERNELS = ("forward", "dq", "dkv", "joint")
 CASES = {  # mask, documents of each row, heads, kv heads, head dim
     "causal": (CausalMask(256), ["ragged", "one"], 2, 1, 64),
     "blocks of 32": (TwoStreamMask(256, 32), ["ragged", "aligned"], 2, 2, 64),
@@ -85,14 +92,15 @@ if FULL:
             CASES[f"{mask} {kv_heads=} {head_dim=}"] = (mask, ["ragged", "aligned", "empty"], 4, kv_heads, head_dim)
 
 
+@each_backward
 @pytest.mark.parametrize(("mask", "packings", "heads", "kv_heads", "head_dim"), CASES.values(), ids=CASES)
-def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_heads, head_dim):
+def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_heads, head_dim, joint):
     block_size = getattr(mask, "block_size", 32)
     segments = np.stack([segment_ids(PACKINGS[name], mask.length, block_size) for name in packings])
     visible, real = dense(mask, segments)
     q, k, v, d_out = arrays(len(packings), mask.tokens, heads, kv_heads, head_dim)
     d_out = d_out * real[:, :, None, None]  # nothing is asked of padding
-    out, *gradients = output_and_gradients(q, k, v, d_out, segments, mask)
+    out, *gradients = output_and_gradients(q, k, v, d_out, segments, mask, joint)
     assert np.isfinite(out).all()
     assert_close(np.asarray(out)[real], attention(q, k, v, visible)[0][real])
     for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
@@ -110,12 +118,15 @@ def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(head_dim, kv_heads,
     assert max(errors) <= correctness.ALLOWED
 
 
-def test_no_segments_are_one_segment():
+@each_backward
+def test_no_segments_are_one_segment(joint):
     mask = TwoStreamMask(128, 8)
     q, k, v, d_out = arrays(1, mask.tokens, 2, 1, 64)
     one = np.ones((1, mask.length), np.int32)
     for ours, expected in zip(
-        output_and_gradients(q, k, v, d_out, None, mask), output_and_gradients(q, k, v, d_out, one, mask), strict=True
+        output_and_gradients(q, k, v, d_out, None, mask, joint),
+        output_and_gradients(q, k, v, d_out, one, mask, joint),
+        strict=True,
     ):
         np.testing.assert_array_equal(ours, expected)
 
@@ -132,7 +143,7 @@ def test_eight_devices_give_what_one_gives():
     @quick_jit
     def on_eight(q, k, v, d_out, segments):
         with on_mesh(mesh):
-            attend = functools.partial(splash_attention, mask=mask, interpret=True)
+            attend = functools.partial(splash_attention, mask=mask, joint_backward=True, interpret=True)
             out, pullback = jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, segments), q, k, v)
             return out, *pullback(d_out)
 
@@ -141,35 +152,42 @@ def test_eight_devices_give_what_one_gives():
         np.testing.assert_allclose(ours, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
-def test_a_remat_policy_keeps_the_residuals():
-    """With them kept, the backward pass runs the kernels of the backward pass alone: 3 calls; else the forward again: 4."""
+@each_backward
+def test_a_remat_policy_keeps_the_residuals(joint):
+    """With them kept, the backward pass runs the kernels of the backward pass alone, else the forward again."""
     mask = CausalMask(128)
     q, k, v, _ = arrays(1, mask.tokens, 2, 1, 64)
     segments = np.ones((1, mask.length), np.int32)
 
     def calls(policy):
-        attend = lambda q, k, v: splash_attention(q, k, v, segments, mask, interpret=True)  # noqa: E731
+        attend = lambda q, k, v: splash_attention(q, k, v, segments, mask, joint_backward=joint, interpret=True)  # noqa: E731
         loss = lambda *qkv: jnp.sum(jax.checkpoint(attend, policy=policy)(*qkv))  # noqa: E731
         return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)).count("pallas_call[")
 
-    assert calls(jax.checkpoint_policies.nothing_saveable) == 4
-    assert calls(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 3
+    backward = 1 if joint else 2
+    assert calls(jax.checkpoint_policies.nothing_saveable) == 2 + backward
+    assert calls(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 1 + backward
 
 
 @pytest.mark.parametrize("mask", [CausalMask(1024), TwoStreamMask(1024, 32), TwoStreamMask(4096, 32)])
 def test_tiles_in_vain_are_few(mask):
     pairs = visited_pairs(mask)
     assert pairs["useful"] == pytest.approx(mask.tokens**2 / 2 / (mask.tokens // mask.length), rel=0.01)
-    for kernel in ("forward", "dq", "dkv"):
+    for kernel in KERNELS:
         assert pairs[kernel] <= 1.3 * pairs["useful"], kernel
 
 
-def test_the_products_of_the_visited_tiles_are_counted_on_every_device():
-    """2 products in the forward kernel, 3 and 4 in the two of the backward pass, for each visited pair and head."""
+@pytest.mark.parametrize(
+    "products",
+    [{"forward": 2, "joint": 5}, {"forward": 2, "dq": 3, "dkv": 4}],
+    ids=["joint backward", "splash's backward"],
+)
+def test_the_products_of_the_visited_tiles_are_counted_on_every_device(products):
+    """Those of each kernel for each visited pair and head."""
     mask, rows, heads, head_dim = TwoStreamMask(256, 32), 4, 4, 64
     q, k, v, d_out = arrays(rows, mask.tokens, heads, 2, head_dim)
     segments = np.ones((rows, mask.length), np.int32)
-    attend = functools.partial(splash_attention, mask=mask)
+    attend = functools.partial(splash_attention, mask=mask, joint_backward="joint" in products)
 
     def on(mesh):
         def gradients(q, k, v, d_out):
@@ -178,10 +196,12 @@ def test_the_products_of_the_visited_tiles_are_counted_on_every_device():
 
         return matmul_flops(jax.make_jaxpr(gradients)(q, k, v, d_out).jaxpr)
 
-    products = {"forward": 2, "dq": 3, "dkv": 4}
     pairs = visited_pairs(mask)
     expected = rows * heads * sum(2 * head_dim * n * pairs[kernel] for kernel, n in products.items())
-    expected += rows * heads * mask.tokens * 2 * head_dim  # of output and its gradient, row by row
+    if "joint" not in products:
+        expected += (
+            rows * heads * mask.tokens * 2 * head_dim
+        )  # of output and its gradient, row by row: there no product
     assert on(make_mesh(MeshConfig(data=1), jax.devices()[:1])) == expected
     if jax.device_count() >= 8:
         assert on(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))) == expected
@@ -193,8 +213,14 @@ def test_documents_are_visited_one_by_one(mask):
     documents = segment_ids([1 / 6 - 0.01] * 6, mask.length, 32)
     whole, packed = visited_pairs(mask), visited_pairs(mask, documents)
     assert packed["useful"] < 0.18 * whole["useful"]
-    for kernel in ("forward", "dq", "dkv"):
+    for kernel in KERNELS:
         assert packed[kernel] < 0.5 * whole[kernel], kernel
+
+
+def test_rows_whose_gradients_a_chip_cannot_hold_are_told():
+    k = jax.ShapeDtypeStruct((1, 2**16, 1, 128), jnp.bfloat16)
+    assert splash_backward.unsupported(k) == "65536 keys of 128 are too many for a chip's memory"
+    assert splash_backward.unsupported(jax.ShapeDtypeStruct((1, 2**14, 8, 128), jnp.bfloat16)) is None
 
 
 def test_shapes_that_the_kernel_cannot_do_are_told_with_the_reason():

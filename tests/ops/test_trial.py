@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax.model.patterns import DualStream
-from wedlm_jax.ops.attention import choice, flash_gpu, trial
+from wedlm_jax.ops.attention import choice, flash_gpu, splash, splash_backward, trial
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import Kernels
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
@@ -68,7 +68,7 @@ def too_old(*args, **settings):
 @pytest.fixture
 def a_gpu(monkeypatch):
     """This machine taken for one with a GPU, or a TPU where that is asked about; gives what sets the GPU's kernels."""
-    for cached in (trial.failure, choice._log_once):
+    for cached in (trial.failure, choice.log_once):
         cached.cache_clear()
     monkeypatch.setitem(choice.PLATFORMS, "tokamax", ("cpu",))
     monkeypatch.setattr(flash_gpu, "unsupported", lambda *_: None)
@@ -113,13 +113,36 @@ def test_the_kernels_over_a_cache_are_tried_as_well(a_gpu, monkeypatch, kernels,
     assert trial.failure(kernels, *heads).startswith(f"it is wrong on this {device}, by ")
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_for_splash_gradients_is_tried_as_well(a_gpu, monkeypatch, dtype):
+    monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
+    monkeypatch.setattr(trial, "splash_attention", functools.partial(splash.splash_attention, interpret=True))
+    heads = (4, 2, 64, jnp.dtype(dtype))
+    assert trial.failure("gradients", *heads) is None
+    trial.failure.cache_clear()
+    right = splash_backward.splash_gradients
+    monkeypatch.setattr(
+        splash_backward, "splash_gradients", lambda *args, **settings: (right(*args, **settings)[0],) * 3
+    )
+    assert trial.failure("gradients", *heads).startswith("it failed on this TPU: ")
+    trial.failure.cache_clear()
+    monkeypatch.setattr(
+        splash_backward, "splash_gradients", lambda q, k, v, d_out, lse, delta, *args, **settings: right(
+            q, k, v, d_out, lse, 0 * delta, *args, **settings
+        )
+    )  # fmt: skip
+    assert trial.failure("gradients", *heads).startswith("it is wrong on this TPU, by ")
+
+
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):
     a_gpu(dataclasses.replace(RIGHT, backward=too_old))
     reason = trial.failure("flash", *HEADS, jnp.dtype(jnp.float32))
     assert reason == "it failed on this GPU: NotImplementedError: compute capability 7.5"
 
 
-@pytest.mark.parametrize(("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU")])
+@pytest.mark.parametrize(
+    ("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU"), ("gradients", "TPU")]
+)
 def test_where_no_such_device_is_they_are_not_tried(kernels, device):
     trial.failure.cache_clear()
     assert trial.failure(kernels, *HEADS, jnp.dtype(jnp.float32)) == f"no {device} is here to try it on"
@@ -155,7 +178,7 @@ def test_a_step_on_a_mesh_tries_them_once_while_it_is_traced_and_takes_them_only
 
     step = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     expected = step(qkv, "xla")
-    choice._log_once.cache_clear()
+    choice.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "wedlm_jax"):
         found = step(qkv, "auto")
         jax.jit(loss, static_argnums=1)(qkv, "auto")

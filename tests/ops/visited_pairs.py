@@ -11,7 +11,7 @@ from wedlm_jax.ops.attention import splash
 def visited_pairs(mask: splash.Mask, segment_ids_L: np.ndarray | None = None) -> dict[str, int]:
     """Query-key pairs of one row and head: `useful` ones, and those in the tiles that each kernel visits.
 
-    A visited pair costs 2 products of H multiply-adds in `forward`, 3 in `dq` and 4 in `dkv`.
+    A visited pair costs 2 products of H multiply-adds in `forward`, 3 in `dq` and 4 in `dkv`, or 5 in `joint` for both.
     """
     kernel = splash._kernel(mask, 1, interpret=True)
     index = np.arange(mask.tokens)
@@ -24,6 +24,6 @@ def visited_pairs(mask: splash.Mask, segment_ids_L: np.ndarray | None = None) ->
         useful += int(visible.sum())
     if segments is not None:
         kernel = splash._without_other_segments(kernel, jnp.asarray(segments))
-    return {"useful": useful} | {
-        name: tiles * splash._tile(mask) ** 2 for name, tiles in splash._tiles_visited(kernel).items()
-    }
+    joint = splash._steps(mask, None if segments is None else jnp.asarray(segments)).visited
+    tiles = splash._tiles_visited(kernel) | {"joint": int(joint)}
+    return {"useful": useful} | {name: number * splash._tile(mask) ** 2 for name, number in tiles.items()}

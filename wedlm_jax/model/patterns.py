@@ -24,10 +24,12 @@ from wedlm_jax.ops.attention import (
     attend,
     attend_cache,
     attend_ranges,
+    choice,
     choose,
     flash_gpu,
     merge,
     splash,
+    splash_backward,
     split_gpu,
     target_platform,
     trial,
@@ -249,13 +251,25 @@ def _attend(
         match choose(implementation, unsupported, failures=failures):
             case "splash":
                 interpret = target_platform() != "tpu"
-                return splash.splash_attention(q, k, v, segment_ids, mask, interpret=interpret)
+                joint = _joint_backward(q, k)
+                return splash.splash_attention(q, k, v, segment_ids, mask, joint_backward=joint, interpret=interpret)
             case "tokamax":
                 return of_these.by_flash(q, k, v)
             case _:
                 return of_these.by_ranges(q, k, v)
 
     return attend_over_mesh(attend, q, k, v, pattern.segment_ids)
+
+
+def _joint_backward(q: jax.Array, k: jax.Array) -> bool:
+    """Whether splash's gradients come from our one kernel. Its trial decides where a TPU is, and else it is taken: interpreted,
+    or compiled for a TPU that is not there."""
+    reason = splash_backward.unsupported(k)
+    if reason is None and jax.default_backend() == "tpu":
+        reason = trial.failure("gradients", q.shape[2], *k.shape[2:], q.dtype)
+    if reason is not None:
+        choice.log_once("splash's own backward kernels", f"because of ours: {reason}")
+    return reason is None
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:

@@ -51,7 +51,7 @@ def choose(
         chosen, why = "xla", f"on {platform}, because of {kernel}: {reason}"
     else:
         chosen, why = kernel, f"on {platform}"
-    _log_once(chosen, why)
+    log_once(chosen, why)
     return chosen
 
 
@@ -68,5 +68,6 @@ def target_platform() -> str:
 
 
 @functools.cache
-def _log_once(chosen: str, why: str) -> None:
+def log_once(chosen: str, why: str) -> None:
+    """Says what is used, and why, the first time."""
     log.info("attention: %s, %s", chosen, why)

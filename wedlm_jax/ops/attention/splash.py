@@ -4,8 +4,9 @@ Splash (jax.experimental.pallas.ops.tpu.splash_attention) runs over the tiles of
 schedule of the mask is made once, when the step is traced. Where a row holds several documents, the tiles in which no two
 tokens share one are struck from it on the device, row by row, so packed rows cost what their documents cost.
 
-The backward pass is the two-kernel one: the fused one saves two products of nine, but writes a partial gradient of the
-queries for every column of tiles, [2L / tile, N, 2L, H], which costs more memory traffic than it saves arithmetic.
+The backward pass is one kernel of ours (splash_backward.py), or splash's own two, which compute two products more of nine. Its
+fused one has as few as ours, but writes a partial gradient of the queries for every column of tiles, [2L / tile, N, 2L, H], which
+costs more memory traffic than it saves arithmetic.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
+from wedlm_jax.ops.attention import splash_backward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.program_costs import kernel_runs
 
@@ -86,6 +89,7 @@ def splash_attention(
     segment_ids_BL: jax.Array | None,
     mask: Mask,
     *,
+    joint_backward: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of T tokens over themselves, scaled by H ** -0.5; differentiable once.
@@ -96,6 +100,7 @@ def splash_attention(
       segment_ids_BL: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. Of a
         mask with two streams, the ids of one. None: a row is one segment.
       mask: who sees whom by place in the row; `mask.tokens` is T.
+      joint_backward: one kernel for all gradients, where `splash_backward.unsupported` names no reason against it.
       interpret: run the kernels as plain operations, on any platform; slow.
 
     Returns:
@@ -113,17 +118,47 @@ def splash_attention(
     def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
         q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
-        out_NTH: Any
-        if row[3] is None:
-            out_NTH = kernel(q_NTH, k_KTH, v_KTH)
+        segments_T = None if row[3] is None else jnp.tile(row[3], mask.tokens // mask.length)
+        if joint_backward:
+            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)
         else:
-            segments_T = jnp.tile(row[3], mask.tokens // mask.length)
-            pruned = _without_other_segments(kernel, segments_T)
-            out_NTH = pruned(q_NTH, k_KTH, v_KTH, splash.SegmentIds(segments_T, segments_T))
+            out_NTH = _run(kernel, q_NTH, k_KTH, v_KTH, segments_T)
         return out_NTH.transpose(1, 0, 2)
 
-    with kernel_runs(heads * _tiles_visited(kernel)["forward"]):  # the other two visit the same tiles
+    with kernel_runs(heads * _tiles_visited(kernel)["forward"]):  # the others visit the same tiles
         return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BL))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(
+    mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
+) -> jax.Array:
+    """A row by splash's forward kernel; its gradients by the kernel of splash_backward."""
+    return _attend_forward(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)[0]
+
+
+def _attend_forward(
+    mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    kernel = _kernel(mask, q_NTH.shape[0], interpret, save_residuals=True)
+    out_NTH, (lse_NT,) = _run(kernel, q_NTH, k_KTH, v_KTH, segments_T)
+    out_NTH, lse_NT = (checkpoint_name(x, RESIDUALS) for x in (out_NTH, lse_NT))
+    return out_NTH, (q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT)
+
+
+def _attend_backward(
+    mask: Mask, interpret: bool, residuals: tuple[Any, ...], d_out_NTH: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT = residuals
+    delta_NT = jnp.sum(out_NTH.astype(jnp.float32) * d_out_NTH.astype(jnp.float32), axis=-1)
+    d_q, d_k, d_v = splash_backward.splash_gradients(
+        q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT, delta_NT, segments_T, mask, _steps(mask, segments_T),
+        tile=_tile(mask), interpret=interpret,
+    )  # fmt: skip
+    return d_q, d_k, d_v, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
@@ -162,8 +197,9 @@ def _tile(mask: Mask) -> int:
 
 
 @functools.cache
-def _kernel(mask: Mask, heads: int, interpret: bool) -> SplashAttentionKernel:
-    """The kernel with its schedule, as numpy arrays: it may be made while tracing and used by later traces."""
+def _kernel(mask: Mask, heads: int, interpret: bool, save_residuals: bool = False) -> SplashAttentionKernel:
+    """The kernel with its schedule, as numpy arrays: it may be made while tracing and used by later traces. One that returns its
+    log-sum-exp beside the output has no backward pass."""
     tile = _tile(mask)
     sizes = splash.BlockSizes(
         block_q=tile, block_kv=tile, block_kv_compute=tile,
@@ -174,10 +210,35 @@ def _kernel(mask: Mask, heads: int, interpret: bool) -> SplashAttentionKernel:
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([_ComputedMask(mask)] * heads),
             block_sizes=sizes,
+            save_residuals=save_residuals,
             residual_checkpoint_name=RESIDUALS,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)
+
+
+def _run(kernel: SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array, segments_T: jax.Array | None) -> Any:
+    if segments_T is None:
+        return kernel(q, k, v)
+    return _without_other_segments(kernel, segments_T)(q, k, v, splash.SegmentIds(segments_T, segments_T))
+
+
+def _steps(mask: Mask, segments_T: jax.Array | None) -> splash_backward.Steps:
+    """The tiles that the forward kernel visits, one after the other."""
+    kernel = _kernel(mask, 1, interpret=False)
+    schedule: Any = kernel.fwd_mask_info
+    q_tile, place = np.nonzero(schedule.block_mask[0])
+    k_tile, partial = schedule.data_next[0][q_tile, place], schedule.block_mask[0][q_tile, place] == 1
+    if segments_T is None:
+        return splash_backward.Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
+    pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
+    visited = pruned.block_mask[0][q_tile, place] > 0
+    tiles_JT = segments_T.reshape(-1, _tile(mask))
+    first, alike = tiles_JT[:, 0], jnp.all(tiles_JT == tiles_JT[:, :1], axis=1)
+    of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
+    order = jnp.argsort(~visited, stable=True)
+    pairs = jnp.stack([jnp.asarray(q_tile, jnp.int32), k_tile, partial | ~of_one])
+    return splash_backward.Steps(pairs[:, order], jnp.sum(visited))
 
 
 def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:

@@ -1,10 +1,10 @@
-"""Whether the kernels for GPUs, and that of a window for TPUs, are right on the device that is here, before "auto" takes them.
+"""Whether the kernels for GPUs, and ours for TPUs, are right on the device that is here, before they are used.
 
 Those for GPUs have run on one kind of them (an H200), and those of flash attention are another library's, reached below its
-public functions; that for TPUs has run on none. So the first program that could use them runs them once on short rows of its own
+public functions; ours for TPUs have run on none. So the first program that could use them runs them once on short rows of its own
 heads and dtype, forward and backward where there is a backward, beside dense attention: where they end with an error (a GPU too
-old for them, say) or with other numbers, XLA's own attention is used and the log says why. What is tried is whether they are
-wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
+old for them, say) or with other numbers, XLA's own attention, or splash's own gradients, are used and the log says why. What is
+tried is whether they are wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from wedlm_jax.ops.attention.blocks import OwnBlocks
 from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
+from wedlm_jax.ops.attention.splash import TwoStreamMask, splash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
 from wedlm_jax.ops.attention.window_tpu import attend_window
 
-Kernels = Literal["flash", "split", "window"]
+Kernels = Literal["flash", "split", "window", "gradients"]
 NAMES = {
     "flash": "tokamax's flash kernels",
     "split": "the split kernel over a cache",
     "window": "the kernel of a window over a cache",
+    "gradients": "the kernel for splash's gradients",
 }
+ON_TPU = ("window", "gradients")
 
 TOKENS, BLOCK_SIZE, WINDOW = 512, 32, 16
 CACHE_SLOTS = 2576  # several tiles of either kernel, the last of which is not whole
@@ -50,12 +53,13 @@ def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, 
     May be called while something is traced, inside a mesh too. Processes of one run, whose devices are of one kind, come to the
     same answer.
     """
-    platform, device = ("splash", "TPU") if kernels == "window" else ("tokamax", "GPU")
+    platform, device = ("splash", "TPU") if kernels in ON_TPU else ("tokamax", "GPU")
     if jax.default_backend() not in PLATFORMS[platform]:
         return f"no {device} is here to try it on"
     log.info("attention: trying %s on this %s first; model.attention=xla does without", NAMES[kernels], device)
     tried: dict[Kernels, Callable[..., tuple[Any, ...]]] = {
-        "flash": _flash,
+        "flash": functools.partial(_streams, _by_flash),
+        "gradients": functools.partial(_streams, _by_splash),
         "split": functools.partial(_cache, attend_split),
         "window": functools.partial(_cache, attend_window),
     }
@@ -96,12 +100,14 @@ def _cache(
     return ours, dense, tuple(jnp.asarray(x, dtype) for x in (q, k, v))
 
 
-def _flash(num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> tuple[Any, ...]:
+def _streams(
+    by_kernels: Callable[..., Any], num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+) -> tuple[Any, ...]:
     """Both streams over packed documents, and their gradients."""
     random = np.random.default_rng(0)
     heads = (num_heads,) * 2 + (num_kv_heads,) * 4 + (num_heads,) * 2
     arrays = tuple(jnp.asarray(random.normal(size=(2, TOKENS, n, head_dim)), dtype) for n in heads)
-    return functools.partial(_with_gradients, _by_kernels), functools.partial(_with_gradients, _dense), arrays
+    return functools.partial(_with_gradients, by_kernels), functools.partial(_with_gradients, _dense), arrays
 
 
 def _with_gradients(streams, *arrays):
@@ -110,10 +116,17 @@ def _with_gradients(streams, *arrays):
     return *out, *pullback((d_memory, d_prediction))
 
 
-def _by_kernels(q_memory, q_prediction, k, v, k_own, v_own):
+def _by_flash(q_memory, q_prediction, k, v, k_own, v_own):
     start, end, block = _ranges()
     own = OwnBlocks(k_own, v_own, jnp.maximum(start, block), end, size=BLOCK_SIZE)
     return flash_attention(q_memory, k, v, start, end), flash_attention(q_prediction, k, v, start, block, own)
+
+
+def _by_splash(q_memory, q_prediction, k, v, k_own, v_own):
+    q, k, v = (jnp.concatenate(x, axis=1) for x in ((q_memory, q_prediction), (k, k_own), (v, v_own)))
+    mask = TwoStreamMask(TOKENS, BLOCK_SIZE)
+    out = splash_attention(q, k, v, _ranges()[0] + 1, mask, joint_backward=True)
+    return tuple(jnp.split(out, 2, axis=1))
 
 
 def _dense(*inputs):
