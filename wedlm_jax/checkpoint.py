@@ -18,7 +18,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import jax
@@ -162,21 +161,21 @@ class Checkpoints:
         )
 
     def __enter__(self) -> Checkpoints:
-        self._excepthook = sys.excepthook
-        sys.excepthook = self._tell_error
+        self._unraisablehook = sys.unraisablehook
+        sys.unraisablehook = self._tell
         return self
 
-    def _tell_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _tell(self, unraisable: sys.UnraisableHookArgs) -> None:
         """All but what tensorstore says of the other files when one could not be written: it tells them to nobody."""
-        if str(error) != "Event loop is closed":
-            self._excepthook(kind, error, trace)
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._unraisablehook(unraisable)
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Waits for what is still being written, also where a run is stopped; raises what went wrong there."""
         try:
             if kind is None:
                 self.wait()
-                sys.excepthook = self._excepthook  # where something failed, it has more to tell
+                sys.unraisablehook = self._unraisablehook  # where something failed, it has more to tell
         finally:
             with contextlib.suppress(Exception):  # told above, or the run ends by another error
                 self._manager.close()
