@@ -5,8 +5,8 @@ and the gradient of the weights: 7 products for each pair of tiles. Here they ar
 Algorithm 2). The tiles come query by query, as in the forward pass: the gradient of a tile of queries is summed up from step to
 step, and those of all keys and values of a head stay in the chip's own memory until its queries are through.
 
-It has not run on a TPU: trial.py runs it before "auto" takes it. In the tests it runs interpreted on CPU, and is compiled for a
-TPU that is not there.
+It has not run on a TPU: where one is, trial.py runs it first. In the tests it runs interpreted on CPU, and is compiled for a TPU
+that is not there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ _SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
 class Steps(NamedTuple):
-    """Which pairs of tiles the kernel visits."""
+    """Which pairs of tiles the kernel visits: the first `visited` of `pairs`, all those of a tile of queries in a row."""
 
-    pairs: (
-        jax.Array
-    )  # int32 [3, S]: tile of queries, tile of keys, and 1 where not every query of the pair sees every key
-    visited: jax.Array | int  # how many of the S, which come first, all those of a tile of queries one after the other
+    pairs: jax.Array  # int32 [3, S]: tile of queries, tile of keys, 1 where not all of it is seen
+    visited: jax.Array | int
 
 
 def unsupported(k_BTKH: jax.Array) -> str | None:
