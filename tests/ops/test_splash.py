@@ -13,6 +13,7 @@ from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
+from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import splash_backward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash import (
@@ -109,6 +110,24 @@ def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_head
 
 def assert_close(ours, expected):
     assert np.max(np.abs(ours - expected), initial=0) <= 1e-5 * np.max(np.abs(expected), initial=1e-30)
+
+
+@pytest.mark.skipif(not FULL, reason="with --full")
+@pytest.mark.parametrize("documents", [[0.11, 0.05, 0.3, 0.002, 0.2, 0.15], [1.0]], ids=["six documents", "one"])
+def test_the_largest_tiles_agree_with_key_ranges(documents):
+    """Those of rows of 4,096 tokens, which dense attention in float64 would take too long for."""
+    segments = jnp.asarray(segment_ids(documents, 4096, 32)[None])
+    real = np.tile(segments > 0, 2)[:, :, None, None]
+    q, k, v, d_out = arrays(1, 2 * 4096, 2, 1, 64)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def by(implementation):
+        pattern = functools.partial(DualStream(segments, 32), implementation=implementation)
+        out, pullback = jax.vjp(pattern, q, k, v)
+        return out * real, *pullback(d_out * real)
+
+    for ours, expected in zip(by("splash"), by("xla"), strict=True):
+        assert_close(ours, expected)
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads", "block_size"), [(64, 2, 4), (128, 1, 32)])
