@@ -104,10 +104,11 @@ def test_tiles_read_again_are_within_a_third_of_the_count_by_hand():
         mask = TwoStreamMask(length, 32)
         tile = splash._tile(mask)
         one_segment = jnp.ones(mask.tokens, jnp.int32)
-        kernel = splash._without_other_segments(splash._kernel(mask, 1, True), one_segment)
+        kernel = splash._kernel(mask, 1, True)
+        forward = splash._without_other_segments(kernel, one_segment).fwd_mask_info
         by_hand = visited_pairs(mask)["useful"] / tile**2
-        steps = splash._steps(mask, one_segment)
-        for named in (np.ravel(kernel.fwd_mask_info.data_next), np.asarray(steps.pairs)[1, : int(steps.visited)]):
+        steps = splash._steps(kernel, one_segment)
+        for named in (np.ravel(forward.data_next), np.asarray(steps.pairs)[1, : int(steps.visited)]):
             fetched = 1 + np.count_nonzero(np.diff(named))
             assert by_hand <= fetched <= 1.3 * by_hand, (length, fetched, by_hand)
 

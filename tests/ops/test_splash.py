@@ -217,10 +217,8 @@ def test_the_products_of_the_visited_tiles_are_counted_on_every_device(products)
 
     pairs = visited_pairs(mask)
     expected = rows * heads * sum(2 * head_dim * n * pairs[kernel] for kernel, n in products.items())
-    if "joint" not in products:
-        expected += (
-            rows * heads * mask.tokens * 2 * head_dim
-        )  # of output and its gradient, row by row: there no product
+    if "joint" not in products:  # there jax multiplies output and gradient by an einsum
+        expected += rows * heads * mask.tokens * 2 * head_dim
     assert on(make_mesh(MeshConfig(data=1), jax.devices()[:1])) == expected
     if jax.device_count() >= 8:
         assert on(make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))) == expected

@@ -22,8 +22,8 @@ def visited_pairs(mask: splash.Mask, segment_ids_L: np.ndarray | None = None) ->
         if segments is not None:
             visible = visible & (segments == segments[query]) & (segments[query] > 0)
         useful += int(visible.sum())
+    joint = splash._steps(kernel, None if segments is None else jnp.asarray(segments)).visited
     if segments is not None:
         kernel = splash._without_other_segments(kernel, jnp.asarray(segments))
-    joint = splash._steps(mask, None if segments is None else jnp.asarray(segments)).visited
     tiles = splash._tiles_visited(kernel) | {"joint": int(joint)}
     return {"useful": useful} | {name: number * splash._tile(mask) ** 2 for name, number in tiles.items()}

@@ -140,8 +140,10 @@ def _attend(
 def _attend_forward(
     mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    kernel = _kernel(mask, q_NTH.shape[0], interpret, save_residuals=True)
-    out_NTH, (lse_NT,) = _run(kernel, q_NTH, k_KTH, v_KTH, segments_T)
+    kernel = _kernel(mask, q_NTH.shape[0], interpret)
+    schedules = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    with_lse = SplashAttentionKernel(*schedules, **kernel.kwargs | {"save_residuals": True})
+    out_NTH, (lse_NT,) = _run(with_lse, q_NTH, k_KTH, v_KTH, segments_T)
     out_NTH, lse_NT = (checkpoint_name(x, RESIDUALS) for x in (out_NTH, lse_NT))
     return out_NTH, (q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT)
 
@@ -151,10 +153,10 @@ def _attend_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT = residuals
     delta_NT = jnp.sum(out_NTH.astype(jnp.float32) * d_out_NTH.astype(jnp.float32), axis=-1)
+    steps = _steps(_kernel(mask, q_NTH.shape[0], interpret), segments_T)
     d_q, d_k, d_v = splash_backward.splash_gradients(
-        q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT, delta_NT, segments_T, mask, _steps(mask, segments_T),
-        tile=_tile(mask), interpret=interpret,
-    )  # fmt: skip
+        q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT, delta_NT, segments_T, mask, steps, tile=_tile(mask), interpret=interpret
+    )
     return d_q, d_k, d_v, None
 
 
@@ -197,9 +199,8 @@ def _tile(mask: Mask) -> int:
 
 
 @functools.cache
-def _kernel(mask: Mask, heads: int, interpret: bool, save_residuals: bool = False) -> SplashAttentionKernel:
-    """The kernel with its schedule, as numpy arrays: it may be made while tracing and used by later traces. One that returns its
-    log-sum-exp beside the output has no backward pass."""
+def _kernel(mask: Mask, heads: int, interpret: bool) -> SplashAttentionKernel:
+    """The kernel with its schedule, as numpy arrays: it may be made while tracing and used by later traces."""
     tile = _tile(mask)
     sizes = splash.BlockSizes(
         block_q=tile, block_kv=tile, block_kv_compute=tile,
@@ -210,7 +211,6 @@ def _kernel(mask: Mask, heads: int, interpret: bool, save_residuals: bool = Fals
         kernel = splash.make_splash_mha_single_device(
             splash.MultiHeadMask([_ComputedMask(mask)] * heads),
             block_sizes=sizes,
-            save_residuals=save_residuals,
             residual_checkpoint_name=RESIDUALS,
             interpret=interpret,
         )
@@ -223,9 +223,8 @@ def _run(kernel: SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array
     return _without_other_segments(kernel, segments_T)(q, k, v, splash.SegmentIds(segments_T, segments_T))
 
 
-def _steps(mask: Mask, segments_T: jax.Array | None) -> splash_backward.Steps:
+def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> splash_backward.Steps:
     """The tiles that the forward kernel visits, one after the other."""
-    kernel = _kernel(mask, 1, interpret=False)
     schedule: Any = kernel.fwd_mask_info
     q_tile, place = np.nonzero(schedule.block_mask[0])
     k_tile, partial = schedule.data_next[0][q_tile, place], schedule.block_mask[0][q_tile, place] == 1
@@ -233,7 +232,7 @@ def _steps(mask: Mask, segments_T: jax.Array | None) -> splash_backward.Steps:
         return splash_backward.Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
     pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
     visited = pruned.block_mask[0][q_tile, place] > 0
-    tiles_JT = segments_T.reshape(-1, _tile(mask))
+    tiles_JT = segments_T.reshape(-1, kernel.kwargs["block_sizes"].block_q)
     first, alike = tiles_JT[:, 0], jnp.all(tiles_JT == tiles_JT[:, :1], axis=1)
     of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
     order = jnp.argsort(~visited, stable=True)
