@@ -174,7 +174,7 @@ def test_a_window_sees_the_committed_slots_of_its_row_and_causally_itself():
 
 def test_what_an_idle_row_holds_is_not_read_and_makes_no_other_row_read_more(monkeypatch):
     """Slots behind the context that the other rows use are poisoned: to read them, masked or not, would show."""
-    monkeypatch.setattr(cache, "SMALLEST_CONTEXT", 2)
+    monkeypatch.setattr(cache, "smallest_context", lambda rows: 2)
     q, k, v, _ = random_heads(3, WINDOW, 2)
     length = np.array([0, 5, 1])
     clean = full_cache()

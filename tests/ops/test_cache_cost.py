@@ -45,7 +45,7 @@ def test_a_longer_used_context_costs_more_and_at_most_what_twice_the_slots_cost(
     assert sorted(flops.values()) == list(flops.values()) and len(set(flops.values())) == len(flops)
     for allocated in (700, 5000, 8191):
         for used in (T, 257, 600):
-            assert cost(allocated, used)[1] <= 2 * B * K * H * 4 * max(2 * used, 2 * cache.SMALLEST_CONTEXT)
+            assert cost(allocated, used)[1] <= 2 * B * K * H * 4 * 2 * max(used, cache.smallest_context(B))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -196,7 +196,7 @@ def test_a_policy_that_keeps_attention_by_name_runs_its_forward_once(small_tiles
 
 @pytest.fixture
 def through_cache(monkeypatch):
-    monkeypatch.setattr(cache, "SMALLEST_CONTEXT", 3)
+    monkeypatch.setattr(cache, "smallest_context", lambda rows: 3)
     return quick_jit(lambda *arguments: attend_cache(*arguments))
 
 

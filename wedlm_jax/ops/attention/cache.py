@@ -12,7 +12,6 @@ from wedlm_jax.ops.attention.ranges import attend_ranges
 from wedlm_jax.ops.attention.split_gpu import attend_split
 from wedlm_jax.ops.attention.window_tpu import attend_window
 
-SMALLEST_CONTEXT = 256
 FEW_QUERIES = 64  # of a row: what the kernels are for; a longer one, a prompt, has rows enough
 
 
@@ -27,8 +26,8 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
 
-    Reads the least of S, S / 2, S / 4, ... slots (256 or more) that hold every range: the cost of a step grows with the
-    longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The kernels
+    Reads the least of S, S / 2, S / 4, ... slots (`smallest_context` or more) that hold every range: the cost of a step grows with
+    the longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The kernels
     read what every row uses, and are one program.
 
     Args:
@@ -50,7 +49,7 @@ def attend_cache(
         kernel = {"tokamax": attend_split, "splash": attend_window}[implementation]
         return kernel(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
     contexts = [S]
-    while contexts[0] >= 2 * SMALLEST_CONTEXT:
+    while contexts[0] >= 2 * smallest_context(B):
         contexts.insert(0, -(-contexts[0] // 2))
 
     def attend_first(slots: int, q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT):
@@ -66,3 +65,8 @@ def attend_cache(
     smallest = jnp.sum(jnp.max(end_BT) > jnp.array(contexts[:-1]))
     programs = [functools.partial(attend_first, slots) for slots in contexts]
     return jax.lax.switch(smallest, programs, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)
+
+
+def smallest_context(rows: int) -> int:
+    """Slots of each row that are read at least: to choose among fewer would take longer than to read them."""
+    return max(64, 256 // rows)
