@@ -51,7 +51,8 @@ class Engine:
         host time.
       queue: requests that may wait for a row; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = as many as the device has. Idle groups are closed to stay below it.
-        While a request is started, one row more is in use; while a row changes its place, two or three.
+        While requests are started, a quarter of the rows more are in use, at least one; while a row changes its place, two or
+        three.
 
     Raises:
       UserError: a setting is out of range.
@@ -194,18 +195,23 @@ class Engine:
         self._start()
 
     def _reserve(self, ticket: Ticket, idle: list[int]) -> None:
-        """Gives a row to a request, which starts together with others; these start first where their rows have to do with it."""
+        """Gives a row to a request, which starts together with others; these start first where it can go on from what they
+        prefill, or where they read from every row that it could take."""
         group, prompt = self._groups[ticket.group], ticket.request.prompt
-        row = choose_row(prompt, idle, [row.tokens for row in group.rows], [row.used for row in group.rows])
-        places = [(other, number) for other in self._groups.values() for number in range(self._num_rows)]
-        best, shared = longest_prefix(prompt, [other.rows[number].tokens for other, number in places])
+        others = [*itertools.chain.from_iterable(self._reserved.values())]
+        overwritten = {(other.group, other.row) for other in others}
+        read = {(other.source, other.source_row) for other in others}
+        places = [(held, row) for held in self._groups.values() for row in range(self._num_rows)]
+        places = [place for place in places if place not in overwritten]
+        best, shared = longest_prefix(prompt, [held.rows[row].tokens for held, row in places])
+        free = [row for row in idle if (group, row) not in read]
+        reused = [shared_length(prompt, other.ticket.request.prompt) for other in others]
+        if not free or max(reused, default=0) >= shared + WORTH_WAITING:
+            self._start()
+            self._waiting[ticket.group].appendleft(ticket)  # to look again at what the rows hold then
+            return
+        row = choose_row(prompt, free, [row.tokens for row in group.rows], [row.used for row in group.rows])
         source = places[best] if shared else (group, row)
-        for other in itertools.chain.from_iterable(self._reserved.values()):
-            overwrites = (other.group, other.row) == source or (group, row) == (other.source, other.source_row)
-            if overwrites or shared_length(prompt, other.ticket.request.prompt) >= shared + WORTH_WAITING:
-                self._start()
-                self._waiting[ticket.group].appendleft(ticket)  # to look again at what the rows hold then
-                return
         self._admitted += 1
         self._reserved.setdefault(ticket.group, []).append(group.reserve(ticket, row, *source, shared, self._admitted))
 

@@ -118,7 +118,7 @@ class RowGroup:
 
     def together(self, arrivals: Sequence[Arrival]) -> Iterator[Sequence[Arrival]]:
         """Cuts requests into those that are prefilled at once: from rows of one cache, in one chunk of about one length, and in
-        copies of rows that take no more slots than one whole row. A prompt of several chunks is alone.
+        copies of rows that take no more slots than a quarter of the rows. A prompt of several chunks is alone.
 
         They are 1, 4, 16, ... at once, so that few programs are compiled and none is padded.
         """
@@ -126,7 +126,8 @@ class RowGroup:
         for arrival in arrivals:
             alike.setdefault((id(arrival.source), bucket(arrival.stop - arrival.start)), []).append(arrival)
         for (_, chunk), left in alike.items():
-            most = 1 if chunk > CHUNK else max(self.slots // self._slots_for(left), 1)
+            slots = self.slots * max(self._num_rows // 4, 1)
+            most = 1 if chunk > CHUNK else max(slots // self._slots_for(left), 1)
             while left:
                 count = 4 ** ((min(len(left), most).bit_length() - 1) // 2)
                 yield left[:count]
