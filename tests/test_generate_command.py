@@ -14,6 +14,7 @@ from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import batches
 from wedlm_jax.errors import UserError
 from wedlm_jax.flags import spell_none
+from wedlm_jax.model import window_table
 from wedlm_jax.pretrained import load, save
 
 command = importlib.import_module("wedlm_jax.generate.__main__")
@@ -87,14 +88,22 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
 
 @pytest.mark.parametrize("decoder", ["verified", "streaming"])
 @pytest.mark.parametrize(
-    "shared, batch, calls_made",
-    [("", 2, ["in_batches"]), ("Answer. " * 6, 2, ["in_order"]), ("Answer. " * 6, 16, ["in_order"])],
+    "shared, batch, cache, calls_made",
+    [
+        ("", 2, 2**25, ["in_batches"]),
+        ("", 2, 0, ["in_order"]),
+        ("", 3, 0, ["in_batches"]),
+        ("Answer. " * 6, 2, 2**25, ["in_order"]),
+        ("Answer. " * 6, 16, 2**25, ["in_order"]),
+    ],
 )
 def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
-    call, directory, tmp_path, monkeypatch, decoder, shared, batch, calls_made
+    call, directory, tmp_path, monkeypatch, decoder, shared, batch, cache, calls_made
 ):
     """Batch by batch; prompts that mostly are a beginning that all share through an engine, which prefills it once, however
-    few they are."""
+    few they are; and many of a model that a processor's caches do not hold."""
+    monkeypatch.setattr(command, "MANY_BATCHES", 3)
+    monkeypatch.setattr(window_table, "PROCESSOR_CACHE", cache)
     calls, (way, *_) = [], calls_made
     true_way = getattr(command, way)
     monkeypatch.setattr(command, way, lambda *args, **kwargs: calls.append(way) or true_way(*args, **kwargs))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.progress import track
@@ -33,7 +34,10 @@ from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.window_table import exceeds_processor_cache
 from wedlm_jax.results import replacing
+
+MANY_BATCHES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,19 +119,31 @@ def print_one(completion: Completion, details: bool) -> None:
 
 
 def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterator[Completion]:
-    """The completions in the order of the requests: batch by batch, or through an engine where that prefills much less. A trace
-    is of whole batches."""
-    if args.trace is None and len(requests) > 1 and _begin_alike([r.prompt for r in requests]):
+    """The completions in the order of the requests: batch by batch, or through an engine where that takes less time. A trace is
+    of whole batches."""
+    prompts = [request.prompt for request in requests]
+    if (
+        args.trace is None
+        and len(requests) > 1
+        and (_begin_alike(prompts) or _are_many(model, prompts, args.batch_size))
+    ):
         yield from in_order(model, requests, rows=min(args.batch_size, len(requests)))
         return
     yield from in_batches(model, requests, batch_size=args.batch_size, trace=args.trace is not None)
 
 
 def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
-    """Whether more than half of their tokens are a beginning that all share. Below that an engine gains next to nothing over
-    batches on two cores (`python -m benchmarks.prompt_file`)."""
+    """Whether more than half of their tokens are a beginning that all share, which an engine prefills once."""
     shared = min(shared_length(prompts[0], prompt) for prompt in prompts)
     return 2 * shared * len(prompts) > sum(map(len, prompts))
+
+
+def _are_many(model: Model, prompts: Sequence[Sequence[int]], batch_size: int) -> bool:
+    """Whether they are so many that an engine, which gives a row that has finished to the next one, gains more than its programs
+    take longer to compile (`python -m benchmarks.prompt_file`). Measured on a CPU alone, where it does so with weights that are
+    read from memory: beside smaller ones the work of the host weighs more."""
+    on_cpu = jax.default_backend() == "cpu"
+    return on_cpu and len(prompts) >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
 
 
 def _check_flags(args: Generate) -> None:

@@ -70,5 +70,9 @@ def presumed_table(transformer: Transformer) -> WindowTable:
     """Of a transformer that was not measured, on the platform that is computed on or compiled for."""
     if target_platform() != "cpu":
         return ON_ACCELERATOR
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(transformer)))
-    return ON_CPU_FROM_CACHE if weights <= PROCESSOR_CACHE else ON_CPU
+    return ON_CPU if exceeds_processor_cache(transformer) else ON_CPU_FROM_CACHE
+
+
+def exceeds_processor_cache(transformer: Transformer) -> bool:
+    """Whether a forward over few tokens would, on a CPU, take what it takes to read the weights from memory."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(transformer))) > PROCESSOR_CACHE

@@ -26,9 +26,9 @@ def attend_cache(
 ) -> jax.Array:
     """Attention of query t of row b over the slots s < end_BT[b, t] of one layer.
 
-    Reads the least of S, S / 2, S / 4, ... slots (`smallest_context` or more) that hold every range: the cost of a step grows with
-    the longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The kernels
-    read what every row uses, and are one program.
+    Reads the least of S, S / 2, S / 4, ... slots (`smallest_context` or more) that hold every range: the cost of a step grows
+    with the longest used context, never with the allocated one. All of these programs are compiled, and chosen on the device. The
+    kernels read what every row uses, and are one program.
 
     Args:
       q_BTNH: queries [B, T, N, H].
