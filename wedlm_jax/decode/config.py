@@ -277,10 +277,8 @@ class RowSettings:
             mask_token_id=np.array([-1 if c.mask_token_id is None else c.mask_token_id for c in configs], "int32"),
             ban_mask=column("ban_mask", "bool"),
         )
-        # One transfer and one program for all of them: dispatching each by itself is most of what a call costs the host.
-        key = _noise_keys(column("seed", "int32"), np.array(rows, "int32"))
         adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
-        arrays = jax.device_put(columns)
+        arrays, key = _on_device(columns, column("seed", "int32"), np.array(rows, "int32"))
         return cls(**arrays, key=key, window_table=window_table, adapts=adapts, draws=draws)
 
     def for_rows(self, computed: int) -> RowSettings:
@@ -292,5 +290,10 @@ class RowSettings:
 
 
 @jax.jit
-def _noise_keys(seeds: jax.Array, rows: jax.Array) -> jax.Array:
-    return jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
+def _on_device(
+    columns: dict[str, np.ndarray], seeds: np.ndarray, rows: np.ndarray
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The columns, and a key of noise for each row: one program for all, since to transfer each by itself is most of what a call
+    costs the host."""
+    key = jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
+    return columns, key  # type: ignore[return-value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from jax.sharding import Mesh
 
@@ -19,6 +21,7 @@ def cache_slots(context: int, window_slots: int) -> int:
     return -(-(context + window_slots) // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
 
+@functools.lru_cache
 def cache_bytes(config: ModelConfig, rows: int, slots: int, mesh: Mesh | None = None) -> int:
     """Bytes of the keys and values of `rows` rows with `slots` slots each, on all devices together."""
 

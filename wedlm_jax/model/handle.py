@@ -39,7 +39,7 @@ class Model:
     calibration: Any = None  # decode.calibration.Calibration: tau and lambda measured for these weights, or None
     measured_windows: Any = None  # decode.measured_windows.MeasuredWindows, or None
 
-    @property
+    @functools.cached_property
     def mesh(self) -> Mesh | None:
         """The devices that the parameters are cut over; None for a single one."""
         return mesh_of(nnx.state(self.transformer))
