@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.decode import batches
 from wedlm_jax.errors import UserError
 from wedlm_jax.flags import spell_none
+from wedlm_jax.generate import unfinished
 from wedlm_jax.model import window_table
 from wedlm_jax.pretrained import load, save
 
@@ -118,26 +120,114 @@ def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
     assert calls == calls_made
 
 
-def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(call, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def interrupted(call, monkeypatch):
+    """Calls the command, which is interrupted after two batches of one prompt."""
+
+    def run(*flags):
+        done = iter([batches.decode_batch] * 2)
+
+        def decode_batch(*args, **kwargs):
+            batch = next(done, None)
+            if batch is None:
+                raise KeyboardInterrupt
+            return batch(*args, **kwargs)
+
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as exit:
+            patched.setattr(batches, "decode_batch", decode_batch)
+            call(*flags, *SHORT)
+        assert exit.value.code == 130
+
+    return run
+
+
+SHORT = ("--batch-size", 1, "--max-new-tokens", 4, "--decoder", "ar", "--temperature", 1)
+
+
+def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(interrupted, tmp_path, capsys):
     source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
     target.write_text("old")
+    interrupted("--input", source, "--output", target)
+    lines, made_from = tmp_path / "out.jsonl.unfinished", tmp_path / "out.jsonl.unfinished.made_from"
+    assert target.read_text() == "old" and len(read(lines)) == 2
+    assert capsys.readouterr().err.splitlines()[-2:] == [f"the first 2 lines are in {lines}", "interrupted"]
+    assert sorted(tmp_path.iterdir()) == [source, target, lines, made_from]
 
-    done = iter([batches.decode_batch] * 2)
 
-    def interrupted(*args, **kwargs):
-        batch = next(done, None)
-        if batch is None:
-            raise KeyboardInterrupt
-        return batch(*args, **kwargs)
+def test_the_same_command_goes_on_behind_what_is_done(call, interrupted, tmp_path, monkeypatch, capsys):
+    """Also behind a line that was cut short, and where a link or another number of prompts at once leads there."""
+    source, target, whole = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    call("--input", source, "--output", whole, *SHORT)
+    target.symlink_to(tmp_path / "linked.jsonl")
+    interrupted("--input", source, "--output", target)
+    lines = tmp_path / "out.jsonl.unfinished"
+    with lines.open("a") as file:
+        file.write('{"ids": [3, ')
+    decoded, true_batch = [], batches.decode_batch
+    monkeypatch.setattr(
+        batches,
+        "decode_batch",
+        lambda model, of, *args, **kwargs: decoded.append(len(of)) or true_batch(model, of, *args, **kwargs),
+    )
+    call("--input", source, "--output", target, *SHORT, "--batch-size", 3)
+    assert decoded == [1]
+    assert f"going on behind the 2 lines of {lines}" in capsys.readouterr().err
+    assert read(target) == read(whole) and target.is_symlink()
+    assert sorted(tmp_path.iterdir()) == sorted([source, target, whole, tmp_path / "linked.jsonl"])
 
-    monkeypatch.setattr(batches, "decode_batch", interrupted)
-    with pytest.raises(SystemExit) as exit:
-        call("--input", source, "--output", target, "--batch-size", 1, "--max-new-tokens", 4, "--decoder", "ar")
-    assert exit.value.code == 130
-    unfinished = tmp_path / "out.jsonl.unfinished"
-    assert target.read_text() == "old" and len(read(unfinished)) == 2
-    assert capsys.readouterr().err.splitlines()[-2:] == [f"the first 2 lines are in {unfinished}", "interrupted"]
-    assert sorted(tmp_path.iterdir()) == [source, target, unfinished]
+
+def test_a_command_that_has_written_all_its_lines_decodes_nothing_again(call, tmp_path, monkeypatch):
+    source, target = write(tmp_path / "in.jsonl", *LINES[:2]), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(unfinished.Unfinished, "become_whole", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        call("--input", source, "--output", target, *SHORT)
+    monkeypatch.setattr(batches, "decode_batch", lambda *args, **kwargs: pytest.fail("decoded something"))
+    call("--input", source, "--output", target, *SHORT)
+    assert len(read(target)) == 2 and sorted(tmp_path.iterdir()) == [source, target]
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (("--max-new-tokens", 5), "(max_new_tokens: 4 -> 5)"),
+        (("--details",), "(details: False -> True)"),
+        (("--trace",), "and with --trace none is gone on with"),
+        ("another prompt", "(prompts.sha256: "),
+        ("no note", "out.jsonl.unfinished.made_from does not tell of which"),
+    ],
+    ids=str,
+)
+def test_lines_of_another_run_are_neither_gone_on_with_nor_lost(interrupted, refused, tmp_path, change, told, capsys):
+    source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
+    interrupted("--input", source, "--output", target)
+    capsys.readouterr()
+    lines = tmp_path / "out.jsonl.unfinished"
+    before = lines.read_bytes()
+    flags: tuple = ()
+    if change == "another prompt":
+        write(source, *LINES[:2], LINES[0])
+    elif change == "no note":
+        (tmp_path / "out.jsonl.unfinished.made_from").unlink()
+    else:
+        flags = (*change, tmp_path / "trace.jsonl") if change == ("--trace",) else change
+    line = refused("--input", source, "--output", target, *SHORT, *flags)
+    assert line.startswith(f"error: {lines} holds 2 lines of") and told in line
+    assert f"remove it, or name another file than {target}" in line
+    assert lines.read_bytes() == before
+
+
+def test_two_commands_do_not_write_one_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    hold = (
+        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, f"{path}.unfinished"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    holder.stdout.readline()
+    with pytest.raises(UserError, match="another process writes it"), unfinished.jsonl(path):
+        pytest.fail("wrote")
+    holder.communicate(b"\n")
 
 
 def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, monkeypatch, capsys):
@@ -169,8 +259,8 @@ def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, mon
 def test_after_an_interruption_a_pipe_stays_where_it_was(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(KeyboardInterrupt), command.jsonl(tmp_path / "pipe") as write_line:
-        write_line({"ids": [3]})
+    with pytest.raises(KeyboardInterrupt), unfinished.jsonl(tmp_path / "pipe") as lines:
+        lines.write({"ids": [3]})
         raise KeyboardInterrupt
     assert os.read(reader, 100) == b'{"ids": [3]}\n'
     os.close(reader)

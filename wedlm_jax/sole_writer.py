@@ -37,7 +37,7 @@ def sole_writer(workdir: Path) -> Iterator[None]:
         file = (workdir / FILE).open("a")
     with file:
         end = time.monotonic() + _GRACE
-        while not _locked(file.fileno()):
+        while not locked(file.fileno()):
             if time.monotonic() > end:
                 raise UserError(
                     f"{workdir}: another training is at work there; wait for it, end it, or choose another --workdir"
@@ -46,9 +46,10 @@ def sole_writer(workdir: Path) -> Iterator[None]:
         yield
 
 
-def _locked(file: int) -> bool:
+def locked(file: int) -> bool:
+    """Whether this process has the lock of an open file now, or the file system has none."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EACCES, errno.EAGAIN)  # else the file system has no locks
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True

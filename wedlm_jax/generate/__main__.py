@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ from rich.progress import track
 
 from wedlm_jax import pretrained
 from wedlm_jax.decode.batches import in_batches
-from wedlm_jax.decode.calibration import calibration_in_use
+from wedlm_jax.decode.calibration import calibration_in_use, fingerprint
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.measured_windows import windows_in_use
@@ -33,9 +34,9 @@ from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.generate.unfinished import jsonl, lines_done
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
-from wedlm_jax.results import replacing
 
 MANY_BATCHES = 16
 
@@ -73,23 +74,24 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
+    left = requests[_done(model, requests, args) :]
     completions: Iterable[Completion] = track(
-        decoded(model, requests, args), "decoding", total=len(requests), console=Console(stderr=True),
-        disable=len(requests) <= args.batch_size,
+        decoded(model, left, args) if left else (), "decoding", total=len(left), console=Console(stderr=True),
+        disable=len(left) <= args.batch_size,
     )  # fmt: skip
-    files: dict[Path, Callable[[int, Completion], Iterable[dict[str, Any]]]] = {}
-    if args.trace is not None:
-        files[args.trace] = trace_lines
-    if args.output is not None:
-        files[args.output] = lambda _, completion: [as_line(completion, args.details)]
     shown: list[Completion] = []
     with contextlib.ExitStack() as opened:
-        written = [(opened.enter_context(jsonl(path)), lines) for path, lines in files.items()]
+        trace, output = (
+            None if path is None else opened.enter_context(jsonl(path, kept))
+            for path, kept in ((args.trace, 0), (args.output, len(requests) - len(left)))
+        )
         for number, completion in enumerate(completions):
-            for write, lines in written:
-                for line in lines(number, completion):
-                    write(line)
-            if args.output is None:
+            if trace is not None:
+                for line in trace_lines(number, completion):
+                    trace.write(line)
+            if output is not None:
+                output.write(as_line(completion, args.details))
+            else:
                 shown.append(completion)
     # All of them are there: while rich shows a bar on stderr it would take what is printed for a part of it.
     for completion in shown:
@@ -146,6 +148,28 @@ def _are_many(model: Model, prompts: Sequence[Sequence[int]], batch_size: int) -
     return on_cpu and len(prompts) >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
 
 
+def _done(model: Model, requests: Sequence[Request], args: Generate) -> int:
+    """How many of the requests an earlier run of the same command has completed."""
+    if args.trace is not None:  # of the forwards of one run
+        return max(lines_done(path, None) for path in (args.trace, args.output) if path is not None)
+    if args.output is None:
+        return 0
+    # One batch is written all at once.
+    return lines_done(args.output, lambda: made_from(model, requests, args), note=len(requests) > args.batch_size)
+
+
+def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict[str, Any]:
+    """All that the lines of --output depend on: what a run that goes on behind them must have in common."""
+    prompts = json.dumps([request.prompt for request in requests])
+    return {
+        "weights": fingerprint(model),
+        "dtype": model.config.dtype,
+        "prompts": {"count": len(requests), "sha256": hashlib.sha256(prompts.encode()).hexdigest()},
+        "details": args.details,
+        **dataclasses.asdict(requests[0].config),
+    }
+
+
 def _check_flags(args: Generate) -> None:
     if [args.prompt, args.message, args.input].count(None) != 2:
         raise UserError("give one of --prompt TEXT, --message TEXT and --input IN.jsonl")
@@ -190,29 +214,6 @@ def trace_lines(prompt: int, completion: Completion) -> Iterator[dict[str, Any]]
     """A line for every forward of a prompt, both numbered from 0."""
     for forward, step in enumerate(completion.trace or ()):
         yield {"prompt": prompt, "forward": forward, **step}
-
-
-@contextlib.contextmanager
-def jsonl(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Around what writes a file, by lines to the function that is yielded. It becomes `path` at the end; if anything goes wrong,
-    the old file stays as it was. What was there before Ctrl-C, or before memory ran out, is kept beside it."""
-    lines = 0
-    with replacing(path) as partial:
-        try:
-            with partial.open("w", encoding="utf-8") as file:
-
-                def write(record: dict[str, Any]) -> None:
-                    nonlocal lines
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-                    lines += 1
-
-                yield write
-        except (KeyboardInterrupt, UserError):
-            if lines and partial != path:  # a device or a pipe has them already
-                unfinished = partial.with_name(f"{path.name}.unfinished")
-                partial.replace(unfinished)
-                print(f"the first {lines} lines are in {unfinished}", file=sys.stderr)
-            raise
 
 
 @entry
