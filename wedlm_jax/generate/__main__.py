@@ -53,7 +53,8 @@ class Generate:
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """One JSON object a line: {"prompt": str}, {"messages": [...]} or {"prompt_ids": [int, ...]}."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="OUT.jsonl")] = None
-    """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given."""
+    """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given. Until it is whole the
+    lines are in OUT.jsonl.unfinished, behind which the same command goes on."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
     details: bool = False
