@@ -1,7 +1,6 @@
 """Checkpoints: what was saved comes back, whole, though training goes on meanwhile; damage and strangers are named."""
 
 import dataclasses
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from tests.bad_input import cut, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
-from wedlm_jax.checkpoint import Checkpoints, differences, load_params, saved_steps, steps_to_keep
+from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import MeshConfig, make_mesh
@@ -239,10 +238,3 @@ def test_the_checkpoint_of_another_model_is_named(saved):
     other = dataclasses.replace(MODEL, hidden_size=32)
     with pytest.raises(UserError, match="checkpoints/3: the checkpoint cannot be read"):
         restore(saved, abstract_state(other, SETTINGS.optimizer, one_device_mesh()))
-
-
-def test_differences_name_the_fields():
-    saved = {"a": {"b": 1, "c": [1, 2]}, "free": {"d": 0}, "model": None, "same": 1}
-    current = {"a": {"b": 2, "c": [1, 2]}, "free": {"d": 9}, "model": {"x": 1}, "same": 1, "new": 5}
-    assert differences(saved, current, free=("free",)) == ["a.b: 1 -> 2", "model: None -> {'x': 1}", "new: None -> 5"]
-    assert differences(json.loads(json.dumps(saved)), saved) == []

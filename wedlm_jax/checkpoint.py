@@ -289,21 +289,6 @@ def saved_steps(workdir: str | Path) -> list[int]:
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
 
 
-def differences(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str] = ()) -> list[str]:
-    """The fields in which two trees of dicts differ, as "name: saved -> current"; `free` names fields and sections to skip."""
-
-    def walk(saved: Any, current: Any, name: str) -> list[str]:
-        if name in free or saved == current:
-            return []
-        if isinstance(saved, Mapping) and isinstance(current, Mapping):
-            prefix = f"{name}." if name else ""
-            names = sorted(saved.keys() | current.keys())
-            return [line for key in names for line in walk(saved.get(key), current.get(key), prefix + key)]
-        return [f"{name}: {saved} -> {current}"]
-
-    return walk(saved, current, "")
-
-
 def _as_dict(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
 

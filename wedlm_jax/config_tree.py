@@ -110,6 +110,21 @@ def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     return f"unknown field {name}; the sections are {', '.join(n for n in known if sections_of(known[n]))}"
 
 
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str] = ()) -> list[str]:
+    """The fields in which two trees of dicts differ, as "name: saved -> current"; `free` names fields and sections to skip."""
+
+    def walk(saved: Any, current: Any, name: str) -> list[str]:
+        if name in free or saved == current:
+            return []
+        if isinstance(saved, Mapping) and isinstance(current, Mapping):
+            prefix = f"{name}." if name else ""
+            names = sorted(saved.keys() | current.keys())
+            return [line for key in names for line in walk(saved.get(key), current.get(key), prefix + key)]
+        return [f"{name}: {saved} -> {current}"]
+
+    return walk(saved, current, "")
+
+
 def is_none(text: str) -> bool:
     return text.lower() in ("none", "null")
 

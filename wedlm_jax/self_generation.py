@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import differences
+from wedlm_jax.config_tree import differences
 from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.prompts import leading_prompts, room_for_reply
 from wedlm_jax.decode.calibration import fingerprint

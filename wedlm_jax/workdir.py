@@ -10,7 +10,8 @@ from pathlib import Path
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.checkpoint import chosen_step, differences, saved_steps
+from wedlm_jax.checkpoint import chosen_step, saved_steps
+from wedlm_jax.config_tree import differences
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wedlm_jax.checkpoint import differences
+from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.results import replacing
 from wedlm_jax.sole_writer import locked
