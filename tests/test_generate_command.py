@@ -150,7 +150,8 @@ def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(inter
     interrupted("--input", source, "--output", target)
     lines, made_from = tmp_path / "out.jsonl.unfinished", tmp_path / "out.jsonl.unfinished.made_from"
     assert target.read_text() == "old" and len(read(lines)) == 2
-    assert capsys.readouterr().err.splitlines()[-2:] == [f"the first 2 lines are in {lines}", "interrupted"]
+    told = f"the first 2 lines are in {lines}; the same command goes on behind them"
+    assert capsys.readouterr().err.splitlines()[-2:] == [told, "interrupted"]
     assert sorted(tmp_path.iterdir()) == [source, target, lines, made_from]
 
 

@@ -118,6 +118,7 @@ def jsonl(path: Path, kept: int = 0) -> Iterator[Lines]:
             if not lines.count:
                 held.remove()
             elif isinstance(error, (KeyboardInterrupt, UserError)):
-                print(f"the first {lines.count} lines are in {held.lines}", file=sys.stderr)
+                again = "; the same command goes on behind them" if held.made_from.is_file() else ""
+                print(f"the first {lines.count} lines are in {held.lines}{again}", file=sys.stderr)
             raise
         held.become_whole()
