@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -179,8 +178,12 @@ def test_the_same_command_goes_on_behind_what_is_done(call, interrupted, tmp_pat
 
 def test_a_command_that_has_written_all_its_lines_decodes_nothing_again(call, tmp_path, monkeypatch):
     source, target = write(tmp_path / "in.jsonl", *LINES[:2]), tmp_path / "out.jsonl"
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
-        patched.setattr(unfinished.Unfinished, "become_whole", lambda _: os.kill(os.getpid(), signal.SIGINT))
+        patched.setattr(unfinished.Unfinished, "become_whole", interrupted)
         call("--input", source, "--output", target, *SHORT)
     monkeypatch.setattr(batches, "decode_batch", lambda *args, **kwargs: pytest.fail("decoded something"))
     call("--input", source, "--output", target, *SHORT)
