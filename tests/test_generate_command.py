@@ -120,22 +120,22 @@ def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
 
 
 @pytest.fixture
-def interrupted(call, monkeypatch):
-    """Calls the command, which is interrupted after two batches of one prompt."""
+def cut_short(call, monkeypatch):
+    """Calls the command, which ends by an error after two batches of one prompt; returns its exit status."""
 
-    def run(*flags):
+    def run(*flags, error: type[BaseException] = KeyboardInterrupt):
         done = iter([batches.decode_batch] * 2)
 
         def decode_batch(*args, **kwargs):
             batch = next(done, None)
             if batch is None:
-                raise KeyboardInterrupt
+                raise error("out of memory with a batch of 1")
             return batch(*args, **kwargs)
 
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as exit:
             patched.setattr(batches, "decode_batch", decode_batch)
             call(*flags, *SHORT)
-        assert exit.value.code == 130
+        return exit.value.code
 
     return run
 
@@ -143,10 +143,10 @@ def interrupted(call, monkeypatch):
 SHORT = ("--batch-size", 1, "--max-new-tokens", 4, "--decoder", "ar", "--temperature", 1)
 
 
-def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(interrupted, tmp_path, capsys):
+def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(cut_short, tmp_path, capsys):
     source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
     target.write_text("old")
-    interrupted("--input", source, "--output", target)
+    assert cut_short("--input", source, "--output", target) == 130
     lines, made_from = tmp_path / "out.jsonl.unfinished", tmp_path / "out.jsonl.unfinished.made_from"
     assert target.read_text() == "old" and len(read(lines)) == 2
     told = f"the first 2 lines are in {lines}; the same command goes on behind them"
@@ -154,12 +154,12 @@ def test_what_is_done_before_an_interruption_is_kept_beside_the_old_output(inter
     assert sorted(tmp_path.iterdir()) == [source, target, lines, made_from]
 
 
-def test_the_same_command_goes_on_behind_what_is_done(call, interrupted, tmp_path, monkeypatch, capsys):
+def test_the_same_command_goes_on_behind_what_is_done(call, cut_short, tmp_path, monkeypatch, capsys):
     """Also behind a line that was cut short, and where a link or another number of prompts at once leads there."""
     source, target, whole = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     call("--input", source, "--output", whole, *SHORT)
     target.symlink_to(tmp_path / "linked.jsonl")
-    interrupted("--input", source, "--output", target)
+    cut_short("--input", source, "--output", target)
     lines = tmp_path / "out.jsonl.unfinished"
     with lines.open("a") as file:
         file.write('{"ids": [3, ')
@@ -177,6 +177,7 @@ def test_the_same_command_goes_on_behind_what_is_done(call, interrupted, tmp_pat
 
 
 def test_a_command_that_has_written_all_its_lines_decodes_nothing_again(call, tmp_path, monkeypatch):
+    """Also of one batch, whose lines come all at once."""
     source, target = write(tmp_path / "in.jsonl", *LINES[:2]), tmp_path / "out.jsonl"
 
     def interrupted(_):
@@ -184,9 +185,9 @@ def test_a_command_that_has_written_all_its_lines_decodes_nothing_again(call, tm
 
     with monkeypatch.context() as patched, pytest.raises(SystemExit):
         patched.setattr(unfinished.Unfinished, "become_whole", interrupted)
-        call("--input", source, "--output", target, *SHORT)
+        call("--input", source, "--output", target, *SHORT, "--batch-size", 2)
     monkeypatch.setattr(batches, "decode_batch", lambda *args, **kwargs: pytest.fail("decoded something"))
-    call("--input", source, "--output", target, *SHORT)
+    call("--input", source, "--output", target, *SHORT, "--batch-size", 2)
     assert len(read(target)) == 2 and sorted(tmp_path.iterdir()) == [source, target]
 
 
@@ -201,9 +202,9 @@ def test_a_command_that_has_written_all_its_lines_decodes_nothing_again(call, tm
     ],
     ids=str,
 )
-def test_lines_of_another_run_are_neither_gone_on_with_nor_lost(interrupted, refused, tmp_path, change, told, capsys):
+def test_lines_of_another_run_are_neither_gone_on_with_nor_lost(cut_short, refused, tmp_path, change, told, capsys):
     source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
-    interrupted("--input", source, "--output", target)
+    cut_short("--input", source, "--output", target)
     capsys.readouterr()
     lines = tmp_path / "out.jsonl.unfinished"
     before = lines.read_bytes()
@@ -222,33 +223,17 @@ def test_lines_of_another_run_are_neither_gone_on_with_nor_lost(interrupted, ref
 
 def test_two_commands_do_not_write_one_file(tmp_path):
     path = tmp_path / "out.jsonl"
-    hold = (
-        "import fcntl, sys; file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", hold, f"{path}.unfinished"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    holder.stdout.readline()
-    with pytest.raises(UserError, match="another process writes it"), unfinished.jsonl(path):
-        pytest.fail("wrote")
-    holder.communicate(b"\n")
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command_line = [sys.executable, "-c", hold, f"{path}.unfinished"]
+    with subprocess.Popen(command_line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        with pytest.raises(UserError, match="another process writes it"), unfinished.jsonl(path):
+            pytest.fail("wrote")
 
 
-def test_a_trace_beside_it_loses_nothing_that_is_done_either(call, tmp_path, monkeypatch, capsys):
+def test_a_trace_beside_it_loses_nothing_that_is_done_either(cut_short, tmp_path, capsys):
     source, target, trace = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl", tmp_path / "trace.jsonl"
-    done = iter([batches.decode_batch] * 2)
-
-    def out_of_memory(*args, **kwargs):
-        batch = next(done, None)
-        if batch is None:
-            raise UserError("out of memory with a batch of 1")
-        return batch(*args, **kwargs)
-
-    monkeypatch.setattr(batches, "decode_batch", out_of_memory)
-    with pytest.raises(SystemExit) as exit:
-        call("--input", source, "--output", target, "--trace", trace, "--batch-size", 1, "--max-new-tokens", 4,
-             "--decoder", "ar")  # fmt: skip
-    assert exit.value.code == 2
+    assert cut_short("--input", source, "--output", target, "--trace", trace, error=UserError) == 2
     kept = [path.with_name(f"{path.name}.unfinished") for path in (target, trace)]
     assert [len(read(path)) for path in kept] == [2, 8]
     assert [step["prompt"] for step in read(kept[1])] == [0] * 4 + [1] * 4

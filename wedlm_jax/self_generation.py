@@ -26,6 +26,7 @@ from wedlm_jax.data.prompts import leading_prompts, room_for_reply
 from wedlm_jax.decode.calibration import fingerprint
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, decode_batch, make_request
+from wedlm_jax.decode.prompts import digest_of
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
@@ -92,7 +93,7 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
         "init_from": experiment.init_from,
         "weights": fingerprint(model),
         "dtype": str(next(iter(params_of(model.transformer).values())).dtype),
-        "prompts": {"count": len(prompts), "sha256": _digest_of(prompts)},
+        "prompts": {"count": len(prompts), "sha256": digest_of([prompt.tolist() for prompt in prompts])},
         "row_length": experiment.data.row_length,
         "num_end_tokens": experiment.data.num_end_tokens,
         "end_ids": list(model.eos_token_ids),
@@ -185,7 +186,3 @@ def _digest(file: Path) -> str | None:
         return None
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _digest_of(prompts: Sequence[np.ndarray]) -> str:
-    return hashlib.sha256(json.dumps([prompt.tolist() for prompt in prompts]).encode()).hexdigest()

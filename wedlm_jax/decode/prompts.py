@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,6 +35,11 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         if not 0 <= i < model.config.vocab_size:
             raise UserError(f"{name}: token id {i} is not in the vocabulary [0, {model.config.vocab_size})")
     return ids
+
+
+def digest_of(prompts: Sequence[Sequence[int]]) -> str:
+    """By which token ids of prompts are told from others."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 
 def _encode(model: Model, text: str, name: str) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,13 +27,13 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.decode.prompt_file import read_prompts
-from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.decode.prompts import Prompt, digest_of
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
-from wedlm_jax.generate.unfinished import jsonl, lines_done
+from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
 
@@ -75,17 +74,17 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
-    left = requests[_done(model, requests, args) :]
-    completions: Iterable[Completion] = track(
-        decoded(model, left, args) if left else (), "decoding", total=len(left), console=Console(stderr=True),
-        disable=len(left) <= args.batch_size,
-    )  # fmt: skip
     shown: list[Completion] = []
     with contextlib.ExitStack() as opened:
-        trace, output = (
-            None if path is None else opened.enter_context(jsonl(path, kept))
-            for path, kept in ((args.trace, 0), (args.output, len(requests) - len(left)))
-        )
+        # A trace is of the forwards of one run: beside one, no lines are gone on behind.
+        trace = None if args.trace is None else opened.enter_context(jsonl(args.trace))
+        of_run = (lambda: made_from(model, requests, args)) if trace is None else None
+        output = None if args.output is None else opened.enter_context(jsonl(args.output, of_run))
+        left = requests if output is None else requests[output.count :]
+        completions: Iterable[Completion] = track(
+            decoded(model, left, args) if left else (), "decoding", total=len(left), console=Console(stderr=True),
+            disable=len(left) <= args.batch_size,
+        )  # fmt: skip
         for number, completion in enumerate(completions):
             if trace is not None:
                 for line in trace_lines(number, completion):
@@ -125,11 +124,8 @@ def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterat
     """The completions in the order of the requests: batch by batch, or through an engine where that takes less time. A trace is
     of whole batches."""
     prompts = [request.prompt for request in requests]
-    if (
-        args.trace is None
-        and len(requests) > 1
-        and (_begin_alike(prompts) or _are_many(model, prompts, args.batch_size))
-    ):
+    gains = _begin_alike(prompts) or _are_many(model, len(prompts), args.batch_size)
+    if gains and args.trace is None and len(prompts) > 1:
         yield from in_order(model, requests, rows=min(args.batch_size, len(requests)))
         return
     yield from in_batches(model, requests, batch_size=args.batch_size, trace=args.trace is not None)
@@ -141,34 +137,20 @@ def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
     return 2 * shared * len(prompts) > sum(map(len, prompts))
 
 
-def _are_many(model: Model, prompts: Sequence[Sequence[int]], batch_size: int) -> bool:
-    """Whether they are so many that an engine, which gives a row that has finished to the next one, gains more than its programs
-    take longer to compile (`python -m benchmarks.prompt_file`). Measured on a CPU alone, where it does so with weights that are
+def _are_many(model: Model, count: int, batch_size: int) -> bool:
+    """Whether prompts are so many that an engine, which gives a row that has finished to the next one, gains more than its
+    programs take longer to compile (`python -m benchmarks.prompt_file`). Measured on a CPU alone, where it does so with weights that are
     read from memory: beside smaller ones the work of the host weighs more."""
     on_cpu = jax.default_backend() == "cpu"
-    return on_cpu and len(prompts) >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
-
-
-def _done(model: Model, requests: Sequence[Request], args: Generate) -> int:
-    """How many of the requests an earlier run of the same command has completed."""
-    if args.trace is not None:  # of the forwards of one run
-        for path in (args.trace, args.output):
-            if path is not None:
-                lines_done(path, None)
-        return 0
-    if args.output is None:
-        return 0
-    # One batch is written all at once.
-    return lines_done(args.output, lambda: made_from(model, requests, args), note=len(requests) > args.batch_size)
+    return on_cpu and count >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
 
 
 def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict[str, Any]:
     """All that the lines of --output depend on: what a run that goes on behind them must have in common."""
-    prompts = json.dumps([request.prompt for request in requests])
     return {
         "weights": fingerprint(model),
         "dtype": model.config.dtype,
-        "prompts": {"count": len(requests), "sha256": hashlib.sha256(prompts.encode()).hexdigest()},
+        "prompts": {"count": len(requests), "sha256": digest_of([request.prompt for request in requests])},
         "details": args.details,
         **dataclasses.asdict(requests[0].config),
     }

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError, writing
@@ -32,6 +32,17 @@ class Unfinished(NamedTuple):
         lines = output.with_name(f"{path.name}.unfinished")
         return cls(lines, lines.with_name(f"{lines.name}.made_from"), output)
 
+    def differs(self, made_from: Callable[[], dict[str, Any]] | None) -> str | None:
+        """Of what run the lines are, where it is not one that was made from the same."""
+        if made_from is None:
+            return "an earlier run, and with --trace none is gone on with"
+        try:
+            before = json.loads(self.made_from.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return f"an earlier run, and {self.made_from} does not tell of which"
+        changed = differences(before, json.loads(json.dumps(made_from())))
+        return f"another run ({'; '.join(changed)})" if changed else None
+
     def become_whole(self) -> None:
         self.lines.replace(self.output)
         self.remove()
@@ -41,46 +52,10 @@ class Unfinished(NamedTuple):
         self.made_from.unlink(missing_ok=True)
 
 
-def lines_done(path: Path, made_from: Callable[[], dict[str, Any]] | None, note: bool = False) -> int:
-    """How many lines of `path` an earlier run has left unfinished, behind which this one is to go on.
-
-    Args:
-      made_from: all that the lines depend on, for JSON; None where a run cannot go on behind others.
-      note: whether to write it beside lines that are to come, for the run that goes on.
-
-    Raises:
-      UserError: lines of another run are there, which would be lost.
-    """
-    held = Unfinished.of(path)
-    if held is None:
-        return 0
-    done = 0
-    if held.lines.is_file():
-        with held.lines.open("rb") as file:
-            done = sum(line.endswith(b"\n") for line in file)
-    if not done:
-        if made_from is not None and note:
-            with replacing(held.made_from) as partial:
-                partial.write_text(json.dumps(made_from()), encoding="utf-8")
-        return 0
-    there = f"{held.lines} holds {done} lines of"
-    mend = f"remove it, or name another file than {path}"
-    if made_from is None:
-        raise UserError(f"{there} an earlier run, and with --trace none is gone on with; {mend}")
-    try:
-        before = json.loads(held.made_from.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        raise UserError(f"{there} an earlier run, and {held.made_from} does not tell of which; {mend}") from None
-    if changed := differences(before, json.loads(json.dumps(made_from()))):
-        raise UserError(f"{there} another run ({'; '.join(changed)}); {mend}")
-    print(f"going on behind the {done} lines of {held.lines}", file=sys.stderr)
-    return done
-
-
 class Lines:
     """The open file of an output."""
 
-    def __init__(self, file: Any, count: int):
+    def __init__(self, file: BinaryIO, count: int):
         self._file, self.count = file, count
 
     def write(self, record: dict[str, Any]) -> None:
@@ -91,15 +66,16 @@ class Lines:
 
 
 @contextlib.contextmanager
-def jsonl(path: Path, kept: int = 0) -> Iterator[Lines]:
+def jsonl(path: Path, made_from: Callable[[], dict[str, Any]] | None = None) -> Iterator[Lines]:
     """Around what writes a file line by line. It becomes `path` at the end; until then, and if anything goes wrong, a file that
     was there stays as it was, and the lines are beside it.
 
     Args:
-      kept: lines that are there already, as `lines_done` says.
+      made_from: all that the lines depend on, for JSON, noted beside them: where an earlier run was made from the same, its lines
+        are there already, and `count` says how many. None for lines that no run goes on behind.
 
     Raises:
-      UserError: it cannot be written, or another process writes it.
+      UserError: it cannot be written, another process writes it, or lines of another run would be lost.
     """
     held = Unfinished.of(path)
     if held is None:
@@ -110,15 +86,25 @@ def jsonl(path: Path, kept: int = 0) -> Iterator[Lines]:
         if not locked(file.fileno()):
             raise UserError(f"{held.lines}: another process writes it; wait for it, or name another file than {path}")
         file.seek(0)
-        file.truncate(sum(len(file.readline()) for _ in range(kept)))
-        lines = Lines(file, kept)
+        sizes = [len(line) for line in file if line.endswith(b"\n")]
+        if sizes:
+            if why := held.differs(made_from):
+                raise UserError(
+                    f"{held.lines} holds {len(sizes)} lines of {why}; remove it, or name another file than {path}"
+                )
+            print(f"going on behind the {len(sizes)} lines of {held.lines}", file=sys.stderr)
+        elif made_from is not None:
+            with replacing(held.made_from) as partial:
+                partial.write_text(json.dumps(made_from()), encoding="utf-8")
+        file.truncate(sum(sizes))
+        lines = Lines(file, len(sizes))
         try:
             yield lines
         except BaseException as error:
             if not lines.count:
                 held.remove()
             elif isinstance(error, (KeyboardInterrupt, UserError)):
-                again = "; the same command goes on behind them" if held.made_from.is_file() else ""
+                again = "" if made_from is None else "; the same command goes on behind them"
                 print(f"the first {lines.count} lines are in {held.lines}{again}", file=sys.stderr)
             raise
         held.become_whole()

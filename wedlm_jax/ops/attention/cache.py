@@ -68,5 +68,6 @@ def attend_cache(
 
 
 def smallest_context(rows: int) -> int:
-    """Slots of each row that are read at least: to choose among fewer would take longer than to read them."""
+    """Slots of each row that are read at least: what more rows read adds up, so of many it pays to compile programs for fewer
+    (benchmarks/RESULTS.md, "A file of prompts")."""
     return max(64, 256 // rows)
