@@ -139,8 +139,8 @@ def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
 
 def _are_many(model: Model, count: int, batch_size: int) -> bool:
     """Whether prompts are so many that an engine, which gives a row that has finished to the next one, gains more than its
-    programs take longer to compile (`python -m benchmarks.prompt_file`). Measured on a CPU alone, where it does so with weights that are
-    read from memory: beside smaller ones the work of the host weighs more."""
+    programs take longer to compile (`python -m benchmarks.prompt_file`). Measured on a CPU alone, where it does so with weights
+    that are read from memory: beside smaller ones the work of the host weighs more."""
     on_cpu = jax.default_backend() == "cpu"
     return on_cpu and count >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
 
