@@ -5,7 +5,10 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import signal
 import time
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -110,15 +113,23 @@ def test_any_number_of_processes_gives_the_same_global_batches(files, uninterrup
 
 
 def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(files, uninterrupted):
-    """Two processes that read, each in a group of its own; a state set in between."""
+    """Two processes that read, each deaf to Ctrl-C from its first moment and soon in its own group; a state set in between."""
     iterator = stream(config(files, "text", num_groups=4, num_workers=2))
     expected = uninterrupted["text", 4]
     for place in (*range(5), *range(2, 4)):
         if place == 2:
             iterator.set_state(expected[1][1])
         assert (digest(next(iterator)), iterator.get_state(), iterator.skipped_records) == expected[place]
-    workers = iterator._reader._workers()._processes
-    assert len(workers) == 2 and all(os.getpgid(pid) == pid for pid in workers)
+        if place == 0:
+            workers = list(iterator._reader._workers()._processes)
+            assert len(workers) == 2
+            for pid in workers:
+                blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+                assert int(blocked, 16) & 1 << signal.SIGINT - 1
+    deadline = time.monotonic() + 60  # one worker may have read all of it before the other was up
+    while not all(os.getpgid(pid) == pid for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("groups", "chunks"), [(1, 6), (2, 3), (8, 2)])

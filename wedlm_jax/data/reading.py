@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -43,7 +46,8 @@ class Reader:
         try:
             for chunk_start in itertools.count(start, step * _CHUNK):
                 # One more before one is used, so that there is work for the workers meanwhile.
-                waiting.append(self._workers().submit(_read_chunk, chunk_start, step))
+                with _no_interrupts_for_children():
+                    waiting.append(self._workers().submit(_read_chunk, chunk_start, step))
                 if len(waiting) <= self._ahead:
                     continue
                 documents, error = waiting.popleft().result()
@@ -71,12 +75,26 @@ class Reader:
         return self._pool
 
 
+# Ctrl-C goes to all processes of the terminal's group, and `timeout` ends a whole group: the training saves first, and needs its
+# workers for that. So they get a group of their own, and, since it takes them seconds to come so far, no Ctrl-C from the start.
+
+
+@contextlib.contextmanager
+def _no_interrupts_for_children() -> Iterator[None]:
+    """A process that is started here has SIGINT blocked: `submit` starts workers."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it ends with SIGINT unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _worker_documents: Documents | None = None
 
 
 def _start_worker(documents: Documents) -> None:
     global _worker_documents
-    # Ctrl-C goes to all processes of the terminal's group: the training saves first, and needs its workers for that.
     os.setpgid(0, 0)
     _worker_documents = documents
     threading.Thread(target=_die_with_parent, daemon=True).start()

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError, writing
-from wedlm_jax.results import replacing
 from wedlm_jax.sole_writer import locked
 
 
@@ -87,18 +86,17 @@ def jsonl(path: Path, made_from: Callable[[], dict[str, Any]] | None = None) -> 
             raise UserError(f"{held.lines}: another process writes it; wait for it, or name another file than {path}")
         file.seek(0)
         sizes = [len(line) for line in file if line.endswith(b"\n")]
+        if sizes and (why := held.differs(made_from)):
+            raise UserError(
+                f"{held.lines} holds {len(sizes)} lines of {why}; remove it, or name another file than {path}"
+            )
         if sizes:
-            if why := held.differs(made_from):
-                raise UserError(
-                    f"{held.lines} holds {len(sizes)} lines of {why}; remove it, or name another file than {path}"
-                )
             print(f"going on behind the {len(sizes)} lines of {held.lines}", file=sys.stderr)
-        elif made_from is not None:
-            with replacing(held.made_from) as partial:
-                partial.write_text(json.dumps(made_from()), encoding="utf-8")
-        file.truncate(sum(sizes))
         lines = Lines(file, len(sizes))
         try:
+            file.truncate(sum(sizes))
+            if not sizes and made_from is not None:
+                held.made_from.write_text(json.dumps(made_from()), encoding="utf-8")
             yield lines
         except BaseException as error:
             if not lines.count:
