@@ -54,6 +54,18 @@ def test_good_flags_are_read():
 
 
 @dataclasses.dataclass(frozen=True)
+class Places:
+    out: Path | None = None
+    text: str = ""
+
+
+def test_the_tilde_of_a_path_is_the_home_directory_behind_an_equals_sign(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/x")
+    assert parse(Places, prog="command", args=["--out=~/a"]) == Places(Path("/home/x/a"))
+    assert parse(Places, prog="command", args=["--text=~/a"]) == Places(text="~/a")
+
+
+@dataclasses.dataclass(frozen=True)
 class Overridden:
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
     exp: str | None = None

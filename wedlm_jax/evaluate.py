@@ -68,7 +68,8 @@ class Evaluate:
     """Problems a task at most, instead of what the experiment says (with --model: 100)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
-    WORKDIR/evaluation, or WORKDIR/evaluation@500 where --workdir names that step, with --model nowhere if not given."""
+    WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where --task and
+    --limit do; with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -97,8 +98,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if not pretrained.is_workdir(workdir):
         at = "" if args.workdir is None else f" --workdir {workdir}"
         raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {name}{at}")
-    # A step that is named, the best one by its number: it has a folder of its own, since a study takes WORKDIR/evaluation for
-    # that of the newest.
+    # A step that is named, the best one by its number: it has a folder of its own, as a part of the evaluation has, since a study
+    # takes WORKDIR/evaluation for the whole one of the newest.
     step_name = "" if step is None else f"@{chosen_step(workdir, step)}"
     experiment = dataclasses.replace(Experiment.load(workdir), evaluation=named.evaluation)
     config = experiment.evaluation
@@ -116,7 +117,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         else:
             models[BASE] = load_exact(begun)
     settings = settings_of(config, with_base=BASE in models)
-    out = args.out or workdir / f"evaluation{step_name}"
+    part = "".join(f"-{given}" for given in (args.task, args.limit) if given is not None)
+    out = args.out or workdir / f"evaluation{step_name}{part}"
     return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out)
 
 

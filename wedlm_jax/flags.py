@@ -9,6 +9,7 @@ import itertools
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
@@ -53,11 +54,18 @@ def parse(
     shown = io.StringIO()
     try:
         with contextlib.redirect_stderr(shown):
-            return tyro.cli(flags, prog=prog, args=args, description=description, **options)
+            return _at_home(tyro.cli(flags, prog=prog, args=args, description=description, **options))
     except SystemExit as exit:
         if exit.code in (None, 0):
             raise
         raise UserError(f"{_one_line(shown.getvalue())}; {prog} --help shows the flags") from None
+
+
+def _at_home(flags: Flags) -> Flags:
+    """With the home directory for the `~` of a path, which no shell writes out behind an equals sign."""
+    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
+    paths = {name: path.expanduser() for name, path in given.items() if isinstance(path, Path)}
+    return dataclasses.replace(flags, **paths)  # type: ignore[type-var]
 
 
 def each_once(flags: Flags) -> Flags:

@@ -194,9 +194,8 @@ def main() -> None:
         raise UserError(
             f"--decoder {args.decode.decoder}: AR, block-wise, streaming, lookup and verified are compared; leave it out"
         )
-    if args.input is not None and (args.mauve or args.code is not None):
-        flag = "--mauve" if args.mauve else "--code"
-        raise UserError(f"{flag} goes with excerpts of code; leave out --input")
+    if args.input is not None:
+        refuse_beside(args, dict.fromkeys(("mauve", "code", "characters"), "it without --input"))
     if args.mauve:
         load_mauve()  # before anything is decoded
     open_ended(args, Console())

@@ -19,7 +19,13 @@ from wedlm_jax.distributed import of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.adapter import is_adapter
-from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, choose_mask_token_id, copy_tokenizer_files
+from wedlm_jax.hf.tokenizer import (
+    CHAT_TEMPLATES,
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    choose_mask_token_id,
+    copy_tokenizer_files,
+)
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
@@ -232,6 +238,7 @@ def _remove_earlier(folder: Path) -> None:
     """What an earlier start left there, maybe of another model: a chat template of that would be taken for this one's."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / CHAT_TEMPLATES, ignore_errors=True)
 
 
 def _keep_generation_config(initial: Model, folder: Path) -> None:

@@ -58,6 +58,7 @@ def test_reads_every_field_that_the_forward_pass_needs():
         {"rope_parameters": {"rope_theta": 5e5}},
         {"rope_theta": 5e5, "rope_scaling": None},
         {"rope_theta": 5e5, "rope_scaling": {"type": "default"}},
+        {"rope_scaling": {"type": "default", "rope_theta": 5e5}},
         {"rope_theta": 500000, "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}},
     ],
 )
@@ -65,9 +66,10 @@ def test_old_and_new_rope_keys_say_the_same(fields):
     assert from_hf(without("rope_theta") | fields, FILE) == from_hf(RAW, FILE)
 
 
-def test_old_and_new_rope_keys_that_differ_are_refused():
-    with pytest.raises(UserError, match="rope_theta=500000.0 and rope_parameters.rope_theta=1.0 differ"):
-        from_hf(RAW | {"rope_parameters": {"rope_theta": 1.0}}, FILE)
+@pytest.mark.parametrize("name", ["rope_parameters", "rope_scaling"])
+def test_old_and_new_rope_keys_that_differ_are_refused(name):
+    with pytest.raises(UserError, match=f"rope_theta=500000.0 and {name}.rope_theta=1.0 differ; keep one"):
+        from_hf(RAW | {name: {"rope_theta": 1.0}}, FILE)
 
 
 def test_a_file_without_rope_theta_means_ten_thousand():

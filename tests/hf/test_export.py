@@ -1,6 +1,7 @@
 """Weights out: shards and index, carried files, atomic replacement, special ids."""
 
 import json
+from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
@@ -132,6 +133,31 @@ def test_a_failed_export_keeps_the_earlier_one(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="writing failed \\(No space left on device\\)"):
         save_hf(load_hf(MODEL), tmp_path / "out")
     assert names(tmp_path) == {"out"} and (tmp_path / "out" / "config.json").read_bytes() == before
+
+
+def test_the_earlier_export_comes_back_where_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
+    save_hf(load_hf(MODEL), tmp_path / "out")
+    rename = Path.rename
+
+    def only_away(path, target):
+        if path.name.endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", only_away)
+    with pytest.raises(UserError, match="writing failed \\(Input/output error\\)"):
+        save_hf(load_hf(MODEL), tmp_path / "out")
+    assert names(tmp_path) == {"out"}
+    load_hf(tmp_path / "out")
+
+
+def test_every_chat_template_goes_along(copy_of, tmp_path):
+    source = copy_of("wedlm_qwen3")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    for _ in range(2):  # over an earlier one as well
+        save_hf(load_hf(source), tmp_path / "out")
+    assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
 
 
 def test_a_link_stays_one_and_the_folder_that_it_leads_to_is_replaced(tmp_path):

@@ -120,6 +120,12 @@ def test_choosing_takes_the_tokenizers_mask_then_the_first_free_row():
     assert choose_mask_token_id(CONFIG, None, 3) == 3
 
 
+def test_a_token_above_a_hole_in_the_vocabulary_is_a_real_one():
+    backend = Tokenizer(models.WordLevel({"w0": 0, "far": 210}, unk_token="w0"))
+    with pytest.raises(UserError, match="mask_token_id=210 is the real token 'far'"):
+        choose_mask_token_id(CONFIG, PreTrainedTokenizerFast(tokenizer_object=backend), 210)
+
+
 def test_choosing_refuses_collisions_full_vocabularies_and_guesses():
     with pytest.raises(UserError, match="real token 'w3'"):
         choose_mask_token_id(CONFIG, tokenizer(), 3)

@@ -133,6 +133,17 @@ def test_missing_shard_is_named(copy_of):
     one_line(error)
 
 
+def test_weights_that_are_a_link_to_nowhere_are_named(copy_of):
+    file = copy_of("wedlm_qwen3") / "model.safetensors"
+    file.unlink()
+    file.symlink_to("../../blobs/abc")
+    with pytest.raises(
+        UserError, match="model.safetensors: leads to ../../blobs/abc, which is not there; copy"
+    ) as error:
+        load_hf(file.parent)
+    one_line(error)
+
+
 def test_missing_index_is_named(copy_of):
     directory = copy_of("wedlm_qwen3_tied_sharded")
     (directory / "model.safetensors.index.json").unlink()

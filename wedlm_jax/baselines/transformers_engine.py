@@ -7,7 +7,7 @@ from answers import Engine, Job, serve
 
 def load(job: Job) -> Engine:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and job["platform"] != "cpu":
@@ -18,7 +18,7 @@ def load(job: Job) -> Engine:
     dtype = getattr(torch, job["dtype"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype, device_map=None).eval()
     torch.nn.Module.to(model, device)
-    model.generation_config.eos_token_id = None  # a request names what ends it
+    model.generation_config = GenerationConfig()  # plain greedy AR; a request names what ends it
 
     def generate(request: Job) -> Job:
         stop_ids = set(request["stop_ids"])

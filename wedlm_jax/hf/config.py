@@ -19,6 +19,7 @@ DEFAULT_MAX_POSITION_EMBEDDINGS = 32_768
 DEFAULT_RMS_NORM_EPS = 1e-6
 QWEN3_DEFAULT_HEAD_DIM = 128
 FULL_ATTENTION = "full_attention"
+ROPE_OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
 
 # The first release with Qwen3. Releases around 4.57 are said to warn of a wrong pattern in any large tokenizer beside a
 # config.json that names a later one or none, and advise a setting that would change its tokens (huggingface/transformers,
@@ -207,7 +208,7 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
         raise UserError(
             f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})"
         )
-    for name in ("rope_scaling", "rope_parameters"):
+    for name in ROPE_OBJECTS:
         rope = raw.get(name)
         if rope is None:
             continue
@@ -220,11 +221,16 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def _rope_theta(raw: Mapping[str, Any], file: Path) -> float:
-    new = raw.get("rope_parameters") or {}
-    old, newer = (_real(fields, "rope_theta", DEFAULT_ROPE_THETA, file) for fields in (raw, new))
-    if "rope_theta" in raw and "rope_theta" in new and old != newer:
-        raise UserError(f"{file}: rope_theta={old} and rope_parameters.rope_theta={newer} differ; keep one")
-    return newer if "rope_theta" in new else old
+    places = {"rope_theta": raw} | {f"{name}.rope_theta": raw.get(name) or {} for name in ROPE_OBJECTS}
+    stored = {
+        name: _real(fields, "rope_theta", DEFAULT_ROPE_THETA, file)
+        for name, fields in places.items()
+        if "rope_theta" in fields
+    }
+    if len(set(stored.values())) > 1:
+        differing = " and ".join(f"{name}={theta}" for name, theta in stored.items())
+        raise UserError(f"{file}: {differing} differ; keep one")
+    return next(iter(stored.values()), DEFAULT_ROPE_THETA)
 
 
 def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> int:

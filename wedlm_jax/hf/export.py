@@ -18,7 +18,7 @@ import numpy as np
 from wedlm_jax.errors import UserError, reason
 from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
-from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
+from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import merged
@@ -62,6 +62,8 @@ def whole_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{target}: writing failed ({reason(error)}); nothing is left of it") from None
     finally:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
 
@@ -139,7 +141,9 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
 
 
 def _is_written(name: str) -> bool:
-    written = {"config.json", GENERATION_FILE, INDEX_FILE, CALIBRATION_FILE, WINDOWS_FILE, *TOKENIZER_FILES}
+    written = {
+        "config.json", GENERATION_FILE, INDEX_FILE, CALIBRATION_FILE, WINDOWS_FILE, CHAT_TEMPLATES, *TOKENIZER_FILES
+    }  # fmt: skip
     return name in written or re.fullmatch(r"model.*\.safetensors", name) is not None
 
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.shards import INDEX_FILE
-from wedlm_jax.hf.tokenizer import GENERATION_FILE, TOKENIZER_FILES
+from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 
-DESCRIPTION = ("config.json", GENERATION_FILE, CALIBRATION_FILE, WINDOWS_FILE, INDEX_FILE, *TOKENIZER_FILES)
+DESCRIPTION = (
+    "config.json", GENERATION_FILE, CALIBRATION_FILE, WINDOWS_FILE, INDEX_FILE, *TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*.jinja"
+)  # fmt: skip
 WEIGHTS = "*.safetensors"
 _MEND = "name the repository of the original weights as safetensors"
 

@@ -36,6 +36,9 @@ class StoredTensors:
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE):
         self.directory = directory
+        for link in directory.glob("*.safetensors"):
+            if link.is_symlink() and not link.exists():
+                raise UserError(f"{link}: leads to {link.readlink()}, which is not there; copy what it leads to")
         if (directory / single_file).is_file():
             shard = _open(directory / single_file)
             self._shards = dict.fromkeys(shard.keys(), shard)

@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of those beside the default, as NAME.jinja
 GENERATION_FILE = "generation_config.json"
 
 # What the official engine (model_runner.py) takes where a `wedlm` checkpoint names no mask id, as Tencent's need not.
@@ -47,6 +48,8 @@ def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Pat
         save_tokenizer(tokenizer, target)
     for name in names:
         shutil.copyfile(Path(source or "") / name, target / name)
+    if source is not None and (source / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(source / CHAT_TEMPLATES, target / CHAT_TEMPLATES)
 
 
 def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
@@ -117,7 +120,7 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
 
 def real_token(tokenizer: Any | None, token_id: int) -> str | None:
     """The text of `token_id` where it is a token of the tokenizer that is not meant as a mask."""
-    if tokenizer is None or token_id == tokenizer.mask_token_id or token_id >= len(tokenizer):
+    if tokenizer is None or token_id == tokenizer.mask_token_id:
         return None
     token = tokenizer.convert_ids_to_tokens(token_id)
     added = tokenizer.added_tokens_decoder.get(token_id)
