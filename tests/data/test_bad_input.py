@@ -77,6 +77,18 @@ BAD_LINES = {
         conversation({"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "x"}),
         "message 0: the text holds the control token '<|im_end|>'",
     ),
+    "a call in OpenAI's earlier form": (
+        conversation(USER, {"role": "assistant", "content": "x", "function_call": {"name": "look", "arguments": "{}"}}),
+        "message 1: function_call is OpenAI's earlier form of a call; write it as tool_calls",
+    ),
+    "a call whose arguments are no object": (
+        conversation(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "x"}}]}),
+        "message 1: the arguments of a call are text that is no JSON object",
+    ),
+    "a weight that is neither 0 nor 1": (
+        conversation(USER, {"role": "assistant", "content": "x", "weight": 0.5}),
+        "message 1: weight is 0.5; 0 for a turn not to be learned, or 1",
+    ),
     "tools": (
         json.dumps({"messages": [USER, {"role": "assistant", "content": "x"}], "tools": "{"}),
         "tools is text that is no JSON",

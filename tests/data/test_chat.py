@@ -105,6 +105,11 @@ CASES = {
         QWEN25_STYLE, messages("system:sat", "the", "cat"), "all",
         [(f"{SYSTEM}sat{END}\n{USER}the{END}\n{ASSISTANT}", 0), (f"cat{END}", 1)],
     ),
+    "a turn of no weight": (
+        QWEN25_STYLE, [TWO_TURNS[0], TWO_TURNS[1] | {"weight": 0}, TWO_TURNS[2], TWO_TURNS[3] | {"weight": 1}], "all",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}on a mat{END}\n{USER}one red{END}\n{ASSISTANT}", 0),
+         (f"bird{END}", 1)],
+    ),
     "a tool turn": (
         QWEN25_STYLE, [*messages("the cat"), tool_call("look"), *messages("tool:a mat", "on a mat")], "all",
         [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}", 0), (f"\n<tool_call>\nlook\n</tool_call>{END}", 1),
@@ -190,6 +195,23 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
         (QWEN25_STYLE, [], "the last message must be the assistant's"),
         (QWEN25_STYLE, messages("the", " "), "message 1: the assistant's turn is empty"),
         (QWEN25_STYLE, messages("cat<|im_end|>", "sat"), "message 0: the text holds the control token '<|im_end|>'"),
+        (
+            QWEN25_STYLE,
+            [
+                *messages("the"),
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"name": "look", "arguments": {"at": ["a", "<|im_end|>"]}}],
+                },
+            ],
+            "message 1: the text holds the control token '<|im_end|>'",
+        ),
+        (
+            QWEN25_STYLE,
+            [*messages("the"), {"role": "assistant", "content": "cat", "weight": 0}],
+            "every turn that could be learned has weight 0",
+        ),
     ],
 )
 def test_where_the_mask_cannot_be_known_the_record_is_bad(template, conversation, message):
@@ -236,3 +258,5 @@ def test_tools_reach_the_template():
     made = of_style("{% for t in tools or [] %}{{ t.name }}{% endfor %}" + QWEN25_STYLE)
     example = from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake"}])
     assert made.decode(example.tokens).startswith("lake") and not example.loss_mask[0]
+    with pytest.raises(BadRecord, match=r"tools: the text holds the control token '<\|im_end\|>'"):
+        from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake", "description": f"a{END}"}])

@@ -5,6 +5,7 @@ import datetime
 import decimal
 import gzip
 import importlib.util
+import json
 import os
 
 import numpy as np
@@ -155,6 +156,36 @@ def test_token_arrays_of_rows_and_of_one_stream(tmp_path, dtype):
     )
     cut = pieces("stream.npy", document_end_id=int(tokens[20]))
     assert sum(map(len, cut)) == 90 and tokens[16:21].tolist() in cut
+
+
+WITH_TOOLS = """{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}
+{%- for m in messages %}{{ '<|im_start|>' + m.role + m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"""
+
+
+def test_calls_are_learned_the_same_from_lines_from_tables_and_with_arguments_as_text(tmp_path):
+    """A table fills in, as null, what other rows' calls and tools have; OpenAI writes arguments as text."""
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = WITH_TOOLS
+    called = {"look": {"at": "lake"}, "add": {"x": 1, "y": [2, 3]}}
+
+    def record(name, arguments):
+        call = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+        tool = {"name": name, "properties": {key: {"type": "any"} for key in called[name]}}
+        return {"messages": [{"role": "user", "content": name}, call], "tools": [tool]}
+
+    rows = [record(name, arguments) for name, arguments in called.items()]
+    lines = epoch(config_of(write_lines(tmp_path / "chat.jsonl", rows), row_length=256), made=made)
+    assert len(lines) == 2 and all("null" not in text and "None" not in text for pair in lines for text in pair)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    assert epoch(config_of(tmp_path / "chat.parquet", "parquet", row_length=256), made=made) == lines
+    as_text = [record(name, json.dumps(arguments)) for name, arguments in called.items()]
+    assert epoch(config_of(write_lines(tmp_path / "text.jsonl", as_text), row_length=256), made=made) == lines
 
 
 def test_a_table_whose_messages_hold_dates_and_decimals_is_read(tmp_path):

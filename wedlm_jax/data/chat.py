@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +33,8 @@ def from_messages(
     generates it.
 
     Args:
-        messages: `role` and `content` (text) each; the last is the assistant's.
+        messages: `role` and `content` (text) each; the last is the assistant's. A turn with `weight` 0, as OpenAI has it, is not
+            learned.
         loss_on_turns: "all" turns of the assistant, or the "last" alone.
         tools: descriptions of functions, for templates that show them.
 
@@ -47,10 +48,13 @@ def from_messages(
     end = end_token_id(tokenizer)
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRecord("the last message must be the assistant's; add its reply")
-    _check(messages, tokenizer)
+    _check(messages, tokenizer, tools)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on_turns == "last":
         turns = turns[-1:]
+    turns = [number for number in turns if messages[number].get("weight", 1)]
+    if not turns:
+        raise BadRecord("every turn that could be learned has weight 0; leave the record out")
     whole = _render(tokenizer, messages, tools, generation_prompt=False)
     _check_written(whole, tokenizer, messages, tools, generation_prompt=False)
     tokens: list[int] = []
@@ -103,7 +107,7 @@ def prompt_of(
     before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
-    _check(before, tokenizer)
+    _check(before, tokenizer, tools)
     prompt = _render(tokenizer, before, tools, generation_prompt=True)
     _check_written(prompt, tokenizer, before, tools, generation_prompt=True)
     return encode_with_control_tokens(tokenizer, prompt)
@@ -116,7 +120,7 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Any) -> None:
     # A directory with a tokenizer.json alone has no special tokens by name.
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     control = [token for token in dict.fromkeys((*tokenizer.all_special_tokens, *added)) if token]
@@ -124,9 +128,13 @@ def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> N
         content = message["content"]
         if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
             raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
-        found = next((token for text in _texts(message) for token in control if token in text), None)
+    for place, value in [
+        ("tools", tools),
+        *((f"message {number}", message) for number, message in enumerate(messages)),
+    ]:
+        found = next((token for text in _strings(value) for token in control if token in text), None)
         if found is not None:
-            raise BadRecord(f"message {number}: the text holds the control token {found!r}; take it out")
+            raise BadRecord(f"{place}: the text holds the control token {found!r}; take it out")
 
 
 def _render(
@@ -171,6 +179,18 @@ def _holds(reply: str, message: Message) -> bool:
     """Whether all that the message says is in the reply; templates may add to it and move white space."""
     squeezed = "".join(reply.split())
     return all("".join(text.split()) in squeezed for text in (*_texts(message), *_called(message)))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All text in lists and objects, such as the arguments of a call."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from (*_strings(key), *_strings(one))
+    elif isinstance(value, Sequence):
+        for one in value:
+            yield from _strings(one)
 
 
 def _texts(message: Message) -> list[str]:

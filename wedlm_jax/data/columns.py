@@ -120,7 +120,7 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
 def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRecord(f"message {number} is {type(message).__name__}, not an object with role and content")
-    message = {key: value for key, value in message.items() if value is not None}  # a table fills what is missing
+    message = {key: value for key, value in message.items() if value is not None}
     sharegpt = "from" in message and "role" not in message
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     role, content = message.pop(role_key, None), message.pop(content_key, None)
@@ -136,7 +136,31 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         kind = "missing" if content is None else f"{type(content).__name__}, not text"
         raise BadRecord(f"message {number}: {content_key} is {kind}")
+    if "function_call" in message:
+        raise BadRecord(f"message {number}: function_call is OpenAI's earlier form of a call; write it as tool_calls")
+    if message.get("weight", 1) not in (0, 1):
+        raise BadRecord(f"message {number}: weight is {message['weight']!r}; 0 for a turn not to be learned, or 1")
+    if isinstance(calls := message.get("tool_calls"), list):
+        message["tool_calls"] = [_call(call, number) for call in calls]
     return {"role": role, "content": content, **message}
+
+
+def _call(call: Any, number: int) -> Any:
+    """With the arguments as an object: OpenAI writes them as text, which templates would quote once more."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _call(call["function"], number)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise BadRecord(f"message {number}: the arguments of a call are text that is no JSON object")
+    return {**call, "arguments": _plain(parsed)}
 
 
 def _system(value: Any) -> list[dict[str, Any]]:

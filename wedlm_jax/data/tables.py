@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Table(abc.ABC):
         return {column: row[column] for column in self._columns}
 
     def parse(self, index: int, raw: Raw) -> Record:
-        return read_record(raw, self._config)
+        return read_record({column: _stated(value) for column, value in raw.items()}, self._config)
 
     @abc.abstractmethod
     def open(self) -> Any:
@@ -52,6 +53,16 @@ class Table(abc.ABC):
 
     def _choose(self, names: list[str]) -> None:
         self._columns = table_columns(self._config, names, self._path)
+
+
+def _stated(value: Any) -> Any:
+    """Without the nulls that a table writes into an object for the keys of other rows' objects, such as other functions'
+    arguments."""
+    if isinstance(value, Mapping):
+        return {key: _stated(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_stated(one) for one in value]
+    return value
 
 
 class ParquetTable(Table):
