@@ -112,11 +112,11 @@ WORKDIR = {
     ),
     "a workdir below a file": Case(
         "train --exp tiny.py --workdir tiny.py/run",
-        r"tiny.py/run/tokenizer: cannot be written \(not a directory\); make room or choose another --workdir"
+        r"tiny.py/run: cannot be written \(not a directory\); make room or choose another --workdir"
     ),
     "a workdir that may not be written": Case(
         "train --exp tiny.py --workdir texts/run",
-        r"texts/run/tokenizer: cannot be written \(permission denied\); make room or choose another --workdir",
+        r"texts/run: cannot be written \(permission denied\); make room or choose another --workdir",
         around=lambda: forbidden("texts", 0o500),
     ),
     "a workdir that may not be read": Case(

@@ -62,6 +62,8 @@ def test_slurm_is_read_as_jax_reads_it(monkeypatch):
         ({"WEDLM_PROCESS_ID": "2"}, "WEDLM_PROCESS_ID=2 must be below WEDLM_NUM_PROCESSES=2"),
         ({"WEDLM_NUM_PROCESSES": "two"}, "WEDLM_NUM_PROCESSES=two is no whole number"),
         ({"WEDLM_COORDINATOR": "host0"}, "WEDLM_COORDINATOR=host0 is not HOST:PORT"),
+        ({"WEDLM_COORDINATOR": "host0:1"}, "WEDLM_COORDINATOR=host0:1 is not HOST:PORT, with a port from 2 to 65535"),
+        ({"WEDLM_COORDINATOR": "host0:65536"}, "is not HOST:PORT, with a port from 2 to 65535"),
     ],
 )
 def test_bad_variables_are_named(changed, message):

@@ -194,6 +194,21 @@ def test_the_shape_of_a_model_that_comes_from_elsewhere_is_not_to_be_set():
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["name="], "name is empty; it names the folder of the run below runs/"),
+        (
+            ["train.best_metric=validation_mlm_loss", "train.steps=4", "train.checkpoint_every=2", "train.eval_every=2",
+             "objective.ar_steps=4"],
+            "train.best_metric=validation_mlm_loss is never measured: all train.steps=4 are of objective.ar_steps=4; choose",
+        ),
+    ],
+)  # fmt: skip
+def test_what_could_never_be_is_refused(overrides, message):
+    assert message_of(override, EXPERIMENT, *overrides).startswith(message)
+
+
 def test_json_and_back_is_the_identity(folder):
     experiment = override(EXPERIMENT, "evaluation.entropy_thresholds=0.1,inf")
     assert Experiment.from_json(experiment.to_json()) == experiment

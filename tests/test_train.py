@@ -1,10 +1,13 @@
 """The loop: a run that was cut off ends as if it had not been, and what it needs is asked for in one line."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
+import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -63,6 +66,46 @@ def test_a_run_leaves_a_workdir_that_load_reads(finished):
     assert model.config == EXPERIMENT.model
     assert model.tokenizer.convert_ids_to_tokens(model.mask_token_id) == "<|mask|>"
     assert model.eos_token_ids == (model.tokenizer.eos_token_id,)
+
+
+def test_the_workdir_is_its_own_from_the_first_file_on(tmp_path, monkeypatch):
+    """Another start, while this one still opens its data, would leave its own experiment.json."""
+    enter = "import sys, pathlib, wedlm_jax.sole_writer as s; s._GRACE = 0; s.sole_writer(pathlib.Path(sys.argv[1])).__enter__()"
+
+    def opened(*args, **kwargs):
+        another = subprocess.run([sys.executable, "-c", enter, tmp_path / "run"], capture_output=True, text=True)
+        raise UserError(another.stderr.splitlines()[-1])
+
+    monkeypatch.setattr(train_module, "batches", opened)
+    assert "another training is at work there" in message_of(EXPERIMENT, tmp_path / "run")
+
+
+def test_a_workdir_in_which_another_training_has_begun_meanwhile_is_left_alone(finished, tmp_path):
+    folder = shutil.copytree(finished, tmp_path / "run")
+    with pytest.raises(UserError, match="run: another training has begun there meanwhile; choose another --workdir"):
+        prepare_workdir(EXPERIMENT, None, folder)
+
+
+def test_the_rates_leave_out_that_the_second_program_is_compiled(tmp_path, monkeypatch):
+    """That of the masked-token loss, in the midst of a run."""
+    compile_step, seconds = train_module.compile_step, 3
+
+    def slow(step, settings, mesh):
+        update, calls = compile_step(step, settings, mesh), itertools.count()
+
+        def run(*args):
+            if next(calls) == 0:
+                time.sleep(seconds)
+            return update(*args)
+
+        return run
+
+    monkeypatch.setattr(train_module, "compile_step", slow)
+    experiment = with_overrides("objective.ar_steps=3", "train.steps=5", "train.log_every=1")
+    train(experiment, tmp_path)
+    tokens = experiment.train.batch_size * experiment.data.row_length
+    rates = {line["step"]: line.get("tokens_per_second") for line in read_metrics(tmp_path)}
+    assert min(rates[step] for step in (3, 4, 5)) > tokens / seconds
 
 
 def test_a_checkpoint_holds_the_number_of_records_of_each_source(finished):
@@ -251,6 +294,15 @@ def test_the_command_prints_the_experiment_with_its_overrides(monkeypatch, capsy
     command(monkeypatch, "--exp", "quickstart", "--print-config", "train.steps=3", "name=other")
     printed = json.loads(capsys.readouterr().out)
     assert (printed["train"]["steps"], printed["name"]) == (3, "other")
+
+
+@pytest.mark.parametrize("flag", [["--print-config"], ["--compile-only", "v5p:2x2x1"]])
+def test_what_is_asked_of_one_experiment_trains_no_study(monkeypatch, capsys, flag):
+    monkeypatch.setattr(train_module, "run_study", lambda *_: pytest.fail("trained"))
+    with pytest.raises(SystemExit) as ended:
+        command(monkeypatch, "--exp", "ablations", *flag)
+    said = f"error: {flag[0]} is for one experiment; the study ablations trains quickstart_base, "
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith(said)
 
 
 @pytest.mark.parametrize("overrides", [[], ["train.steps=3"]])

@@ -91,8 +91,8 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
             raise UserError(f"{', '.join(given)} is set, {', '.join(missing)} is not; set all three, for each process")
         coordinator, count, index = environment[_VARIABLES[0]], *(_whole(environment, n) for n in _VARIABLES[1:])
         host, _, port = coordinator.rpartition(":")
-        if not host or not port.isdigit():
-            raise UserError(f"WEDLM_COORDINATOR={coordinator} is not HOST:PORT")
+        if not host or not port.isdecimal() or not 1 < int(port) < 2**16:  # the lifeline's is the one below
+            raise UserError(f"WEDLM_COORDINATOR={coordinator} is not HOST:PORT, with a port from 2 to 65535")
         if not index < count:
             raise UserError(f"WEDLM_PROCESS_ID={index} must be below WEDLM_NUM_PROCESSES={count}")
         return Place(coordinator, count, index) if count > 1 else None

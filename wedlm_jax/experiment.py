@@ -136,6 +136,13 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
+        if not self.name.strip():
+            raise UserError("name is empty; it names the folder of the run below runs/")
+        if self.train.best_metric == "validation_mlm_loss" and self.objective.ar_steps >= self.train.steps:
+            raise UserError(
+                f"train.best_metric=validation_mlm_loss is never measured: all train.steps={self.train.steps} are of "
+                f"objective.ar_steps={self.objective.ar_steps}; choose validation_ar_loss"
+            )
         if self.init_from is not None and not str(self.init_from).strip():
             raise UserError("init_from is empty; name the model to start from as model.path=DIR, or set init_from=None")
         if self.data.row_length % self.objective.block_size:

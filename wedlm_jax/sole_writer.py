@@ -25,7 +25,7 @@ def sole_writer(workdir: Path) -> Iterator[None]:
     has no locks (a bucket that is mounted) goes without.
 
     Args:
-      workdir: an existing folder; in processes other than the main one nothing is done.
+      workdir: made where it is not there; in processes other than the main one nothing is done.
 
     Raises:
       UserError: another process has been inside for five seconds, or the folder cannot be written.
@@ -33,7 +33,8 @@ def sole_writer(workdir: Path) -> Iterator[None]:
     if not is_main():
         yield
         return
-    with writing(workdir / FILE, "make room or choose another --workdir"):
+    with writing(workdir, "make room or choose another --workdir"):
+        workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / FILE).open("a")
     with file:
         end = time.monotonic() + _GRACE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -43,6 +44,7 @@ from wedlm_jax.workdir import (
     prepare_workdir,
     progress_of,
     refuse_another_experiment,
+    refuse_long_rows,
     tokenizer_of,
 )
 
@@ -76,10 +78,15 @@ def main() -> None:
     elif flags.exp is None:
         raise UserError("name an experiment: --exp NAME (--list shows them) or --exp FILE.py")
     else:
-        workdir = None if flags.workdir is None else checked_workdir(flags.workdir)
         experiment = load_named(flags.exp, flags.overrides)
+        workdir = checked_workdir(flags.workdir or experiment.workdir)
         if isinstance(experiment, Study):
-            run_study(experiment, workdir or experiment.workdir)
+            if flags.print_config or flags.compile_only is not None:
+                flag = "--print-config" if flags.print_config else "--compile-only"
+                raise UserError(
+                    f"{flag} is for one experiment; the study {flags.exp} trains {', '.join(experiment.trains)}"
+                )
+            run_study(experiment, workdir)
             return
         if flags.print_config:
             print(experiment.to_json(), end="")
@@ -90,7 +97,7 @@ def main() -> None:
                 print(line)
             return
         with together():
-            finished = train(experiment, workdir or experiment.workdir)
+            finished = train(experiment, workdir)
         if not finished:
             sys.exit(EXIT_STATUS)
 
@@ -106,6 +113,12 @@ def train(experiment: Experiment, workdir: Path) -> bool:
         written, or too many updates in a row were not finite; or a record of the data is bad, and then a single process first
         saves the steps before it.
     """
+    with contextlib.ExitStack() as held:
+        return _train(experiment, workdir, held)
+
+
+def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
+    """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
     resumed = is_begun(workdir)
     if resumed:
@@ -121,7 +134,10 @@ def train(experiment: Experiment, workdir: Path) -> bool:
     begun = experiment if resumed else pinned(experiment)
     initial = load_initial(begun, mesh) if not resumed and experiment.init_from else None
     base = None if resumed else base_of(begun, initial)
+    if not resumed:
+        refuse_long_rows(experiment, initial)
     if not resumed and is_main():
+        held.enter_context(sole_writer(workdir))
         prepare_workdir(experiment, initial, workdir, base, begun.init_from)
     await_prepared(workdir)
     model_file = ModelFile.read(workdir)
@@ -148,10 +164,9 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             rows=config.batch_size, num_batches=config.eval_batches, num_samples=config.eval_samples,
         )  # fmt: skip
 
-    with (
-        sole_writer(workdir),
-        Checkpoints(workdir, keep=config.keep_checkpoints, best_metric=config.best_metric) as checkpoints,
-    ):
+    if resumed:
+        held.enter_context(sole_writer(workdir))
+    with Checkpoints(workdir, keep=config.keep_checkpoints, best_metric=config.best_metric) as checkpoints:
         # Where the state comes from:
         # 1. the newest checkpoint in the workdir that can be read, with the place in the data stream;
         # 2. else the model of init_from, with a fresh optimizer;
@@ -186,6 +201,11 @@ def train(experiment: Experiment, workdir: Path) -> bool:
             size += f" ({trained / frozen_size:.1%} of its base's {frozen_size / 1e6:.2f}M, which stay as they are)"
         where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
         say(f"{experiment.name}: {size} on {where}, {origin}, in {workdir}")
+        if experiment.optimizer.warmup_steps >= config.steps:
+            say(
+                f"note: optimizer.warmup_steps={experiment.optimizer.warmup_steps} is not below train.steps={config.steps}, "
+                "so no step has the whole optimizer.learning_rate"
+            )
 
         # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
         waiting: tuple[int, dict[str, jax.Array], dict[str, int]] | None = None
@@ -218,7 +238,11 @@ def train(experiment: Experiment, workdir: Path) -> bool:
                 measure = validation is not None and (step % config.eval_every == 0 or last)
                 logged = step % config.log_every == 0 or last or measure
                 counted = skipped_records(stream, experiment, shares) if logged else {}
-                with traced(step, config.profile_steps, workdir) as through:
+                compiles = start < objective.ar_steps == step - 1  # the second program, while the clock runs already
+                if compiles:
+                    jax.block_until_ready(state)
+                clock = report.throughput.paused() if compiles else contextlib.nullcontext()
+                with traced(step, config.profile_steps, workdir) as through, clock:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
                     stop_if_not_finite(report.step(*waiting), config)

@@ -33,7 +33,6 @@ from wedlm_jax.model.revision import revision
 from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
 from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
-from wedlm_jax.sole_writer import sole_writer
 
 TOKENIZER_FOLDER = "tokenizer"
 _MEND = "make room or choose another --workdir"
@@ -156,37 +155,39 @@ def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
     return Base(str(experiment.init_from), revision(initial.config, params_of(initial.transformer)))
 
 
+def refuse_long_rows(experiment: Experiment, initial: Model | None) -> None:
+    """Raises a `UserError` where the rows of the data are past the model's context."""
+    longest = _shape(experiment, initial).max_position_embeddings
+    if experiment.data.row_length > longest:
+        raise UserError(
+            f"data.row_length={experiment.data.row_length} is past the model's context, "
+            f"max_position_embeddings={longest}; lower data.row_length"
+        )
+
+
+def _shape(experiment: Experiment, initial: Model | None) -> ModelConfig:
+    model = initial.config if initial is not None else experiment.model
+    assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
+    return model
+
+
 def prepare_workdir(
     experiment: Experiment, initial: Model | None, workdir: Path, base: Base | None = None, init_from: str | None = None
 ) -> None:
-    """Writes tokenizer, model.json and experiment.json; `init_from` is where `initial` was read, with its step.
+    """Writes tokenizer, model.json and experiment.json, as the sole writer; `init_from` is where `initial` was read, with its
+    step.
 
     Raises:
-      UserError: model, tokenizer and data do not fit each other, or nothing can be written there.
+      UserError: model, tokenizer and data do not fit each other, another training has begun there, or nothing can be written.
     """
-    model = initial.config if initial is not None else experiment.model
-    assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
-    if experiment.data.row_length > model.max_position_embeddings:
+    if saved_steps(workdir):
         raise UserError(
-            f"data.row_length={experiment.data.row_length} is past the model's context, "
-            f"max_position_embeddings={model.max_position_embeddings}; lower data.row_length"
+            f"{workdir}: another training has begun there meanwhile; choose another --workdir, or start again"
         )
+    model = _shape(experiment, initial)
     folder = workdir / TOKENIZER_FOLDER
     with writing(folder, _MEND):
         folder.mkdir(parents=True, exist_ok=True)
-    with sole_writer(workdir):
-        _write_start(experiment, initial, model, workdir, base, init_from)
-
-
-def _write_start(
-    experiment: Experiment,
-    initial: Model | None,
-    model: ModelConfig,
-    workdir: Path,
-    base: Base | None,
-    init_from: str | None,
-) -> None:
-    folder = workdir / TOKENIZER_FOLDER
     tokenizer = _find_tokenizer(experiment, initial, folder)
     if initial is not None:
         with writing(folder, _MEND):

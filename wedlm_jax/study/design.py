@@ -103,5 +103,10 @@ class Study:
             raise UserError(f"study {self.name}: needs arms of at least one stage, measures and seeds")
 
     @property
+    def trains(self) -> list[str]:
+        """The experiments of its stages, each once."""
+        return list(dict.fromkeys(stage.experiment for stages in self.arms.values() for stage in stages))
+
+    @property
     def workdir(self) -> Path:
         return Path("runs") / self.name
