@@ -1,6 +1,7 @@
 """The sweep: fixed batches, warm clock, ratios of totals, AR of the same weights as the reference."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -55,10 +56,15 @@ def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monk
     fake = FakeGenerate(monkeypatch)
     (ar, fast), _ = run_fake(fake)
     assert {size for _, size in fake.calls} == {2}
-    assert [decoder for decoder, _ in fake.calls] == ["ar"] * 4 + ["streaming"] * 4  # three batches and one warm-up
+    assert [decoder for decoder, _ in fake.calls] == ["ar"] * 6 + ["streaming"] * 6  # three batches, each warmed up for
     # Three batches of two rows of four tokens; the 60 s of the first calls are not in them.
-    assert (ar.tokens_per_second, fast.tokens_per_second) == (24 / 6, 24 / 3)
     assert (ar.speedup_over_ar, fast.speedup_over_ar) == (1, 2)
+
+
+def test_only_the_first_four_batches_of_a_shape_are_warmed_up_for(monkeypatch):
+    fake = FakeGenerate(monkeypatch)
+    run_fake(fake, batch_size=1)
+    assert [decoder for decoder, _ in fake.calls] == ["ar"] * (5 + 4) + ["streaming"] * (5 + 4)
 
 
 def test_setting_by_setting_the_rows_are_those_of_the_sweep_and_no_batch_is_run_for_them_alone(monkeypatch):
@@ -103,7 +109,7 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
     def watched(model, prompts, config, first_row):
         before = run._cache_size()
         result = generate_rows(model, prompts, config, first_row)
-        compiled.append((config.decoder, run._cache_size() - before))
+        compiled.append(((config, first_row), run._cache_size() - before))
         return result
 
     models = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
@@ -123,8 +129,9 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
             assert sorted(row.accepted, reverse=True) == row.accepted
             assert 0 <= 1 + sum(row.accepted) - row.tokens_per_forward < 1
     assert all(row.p_cache == row.tokens_per_forward == 1 for row in rows if row.settings["decoder"] == "ar")
-    # One compilation each: the three thresholds share one, and so do base and adapted AR.
-    assert len(compiled) == sum(n for _, n in compiled) + 3 * len(settings)
+    # The three thresholds share a program, and so do base and adapted AR. A warm-up comes before the same batch with the clock.
+    assert sum(n for _, n in compiled) == len({config.decoder for (config, _), _ in compiled}) == 5
+    assert all(call == following for (call, n), (following, _) in itertools.pairwise(compiled) if n)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

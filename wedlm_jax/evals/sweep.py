@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -23,6 +24,7 @@ from wedlm_jax.model.handle import Model
 
 Generate = Callable[..., list[Completion]]  # (model, prompts, config), in a sweep also the number of the first row
 ADAPTED, BASE = "adapted", "base"
+_WARM_UP = 4  # batches of a shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +185,12 @@ def setting_by_setting(
 
 
 class _WarmClock:
-    """Times generate calls of fixed size. A shape that was not met before is run once untimed, so that it is compiled."""
+    """Times generate calls of fixed size. The first batches of a shape are run once untimed, so that it is compiled, and so that
+    the widths that its forwards take turns in have been used: a program is slow where it comes by the first time."""
 
     def __init__(self, generate: Generate, batch_size: int):
         self._generate, self._batch_size = generate, batch_size
-        self._met: set[tuple] = set()
+        self._warmed_up: collections.Counter[tuple] = collections.Counter()
 
     def measure(
         self,
@@ -204,9 +207,9 @@ class _WarmClock:
             filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
             shape = (model.config, config.program(model.window_table), config.max_new_tokens, width)
-            if shape not in self._met:
+            if self._warmed_up[shape] < _WARM_UP:
                 self._generate(model, filled_up, config, first_row + start)
-                self._met.add(shape)
+                self._warmed_up[shape] += 1
             begun = time.perf_counter()
             batch = self._generate(model, filled_up, config, first_row + start)
             seconds += time.perf_counter() - begun
