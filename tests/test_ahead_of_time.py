@@ -10,13 +10,15 @@ import pytest
 
 from tests.compiled_step import L, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
+from tests.hf.conftest import ORACLE
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices, ahead_of_time
 from wedlm_jax.absent_devices import CHIPS, canonical, devices
 from wedlm_jax.ahead_of_time import StepReport, compile_only
 from wedlm_jax.errors import UserError
-from wedlm_jax.experiment import MeshConfig, load_experiment, override
+from wedlm_jax.experiment import MeshConfig, ModelOverrides, load_experiment, override
+from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops import cross_entropy
 from wedlm_jax.program_costs import GATHERING, collectives
@@ -120,9 +122,15 @@ def test_missing_cuda_plugin_is_told_with_its_command(monkeypatch):
     )
 
 
-def test_a_model_as_in_init_from_is_refused():
+def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(tmp_path):
+    """Computed as on an accelerator, with the optimizer's float32 parameters; what is set of it stays set."""
+    (tmp_path / "config.json").write_text((ORACLE / "wedlm_qwen3" / "model" / "config.json").read_text())
+    shape = from_hf(read_json(tmp_path / "config.json"), tmp_path / "config.json")
+    experiment = dataclasses.replace(EXPERIMENT, model=ModelOverrides(remat="full"), init_from=str(tmp_path))
+    expected = dataclasses.replace(shape, dtype="bfloat16", param_dtype="float32", remat="full")
+    assert ahead_of_time.model_of(experiment) == expected
     message = message_of(dataclasses.replace(EXPERIMENT, model=None, init_from="runs/x"), "v5e:2x4")
-    assert message == "--compile-only reads no weights, and tiny has no model of its own; give model as a ModelConfig"
+    assert message.startswith("runs/x: no such directory; ")
 
 
 def test_a_mesh_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):

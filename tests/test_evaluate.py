@@ -181,6 +181,22 @@ def test_another_step_of_an_experiment_is_evaluated_by_name_in_a_folder_of_its_o
     assert part.out == workdir / "evaluation-counting-2"  # what a study reads is the whole one
 
 
+def test_fields_of_the_evaluation_can_be_set_and_a_difference_to_those_of_the_training_is_told(file, refused, capsys):
+    workdir, name = file.parent / "adapted", f"{file}:adapted"
+    command.plan_experiment(command.Evaluate(workdir=workdir), name)
+    assert "note" not in capsys.readouterr().err
+    changed = command.Evaluate(
+        workdir=workdir, overrides=("evaluation.problems_per_task=1", "evaluation.tasks=copying")
+    )
+    plan = command.plan_experiment(changed, name)
+    assert [(task.name, len(problems)) for task, problems in plan.tasks] == [("copying", 1)]
+    assert plan.out == workdir / "evaluation-problems_per_task=1-tasks=copying"
+    said = "note: not as the training was told (evaluation: problems_per_task: 3 -> 1; tasks: "
+    assert capsys.readouterr().err.startswith(said)
+    assert "only evaluation.field=value" in refused("--exp", name, "--workdir", workdir, "train.steps=3")
+    assert "goes with --exp" in refused("--model", workdir, "--task", "counting", "evaluation.seed=1")
+
+
 def test_the_best_step_of_an_experiment_is_evaluated_by_its_number(file, tmp_path):
     workdir = shutil.copytree(file.parent / "base", tmp_path / "base")
     model, best_metric = load(workdir), "validation_ar_loss"

@@ -325,3 +325,15 @@ def test_a_section_inside_a_section_is_set_by_its_fields_and_begins_with_its_def
         override(base, "model.adapter=3")
     with pytest.raises(UserError, match="adapter.rank=0 must be at least 1"):
         override(base, "model.adapter.rank=0")
+
+
+def test_a_mixture_can_be_written_as_json(monkeypatch, folder):
+    monkeypatch.chdir(folder / "experiments" / "..")
+
+    def mixed(text):
+        return load_experiment("sft", ["model.path=DIR", "data.source=mixture", f"data.mixture={text}"]).data.mixture
+
+    (chat, code) = mixed('[{"source": "chat", "path": "a.jsonl", "weight": 2}, {"source": "text", "path": "src"}]')
+    assert (chat.source, chat.path, chat.weight, code.path) == ("chat", "a.jsonl", 2.0, "src")
+    assert "no JSON (Expecting value); write a list of objects" in message_of(mixed, "chat,text")
+    assert "wieght: unexpected keyword argument" in message_of(mixed, '[{"source": "chat", "wieght": 2}]')

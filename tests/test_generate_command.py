@@ -99,7 +99,7 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
     ],
 )
 def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
-    call, directory, tmp_path, monkeypatch, decoder, shared, batch, cache, calls_made
+    call, directory, tmp_path, monkeypatch, capsys, decoder, shared, batch, cache, calls_made
 ):
     """Batch by batch; prompts that mostly are a beginning that all share through an engine, which prefills it once, however
     few they are; and many of a model that a processor's caches do not hold."""
@@ -117,6 +117,11 @@ def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
     assert len({len(c.ids) for c in expected}) > 1  # some end before others
     assert read(target) == [command.as_line(c) for c in expected]
     assert calls == calls_made
+    tokens, forwards = (sum(getattr(c.stats, name) for c in expected) for name in ("generated_tokens", "forwards"))
+    said = (
+        f"wrote {target}: 7 completions; 7 decoded now: {tokens} tokens, {tokens / forwards:.2f} per forward, p_cache "
+    )
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture

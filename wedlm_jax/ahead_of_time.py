@@ -20,7 +20,8 @@ from wedlm_jax.absent_devices import canonical, chip_of, devices
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.experiment import Experiment
-from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.config import ModelConfig, ModelOverrides
+from wedlm_jax.pretrained import config_of
 from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -84,7 +85,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
     """Compiles the experiment's step for a TPU slice or GPUs; neither weights nor data need be there.
 
     Args:
-      experiment: one whose `model` is given as a ModelConfig.
+      experiment: where it has no model of its own, the shape of the one that it starts from is read.
       topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2, of GPUs KIND:N or KIND:MACHINESxN, such as h100:8; KIND
         is one of CHIPS or ALIASES.
 
@@ -93,7 +94,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         fit the memory of its chips.
     """
     topology = canonical(topology)
-    _own_model(experiment)
+    model_of(experiment)  # before the compiler is asked for
     mesh = make_mesh(experiment.mesh, devices(topology))
     start = time.monotonic()
     traced = trace_step(experiment, mesh)
@@ -139,10 +140,10 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
     """The training step on `mesh`, traced (`jax.stages.Traced`); neither weights nor data need be there.
 
     Raises:
-      UserError: the experiment has no model of its own, or its batch cannot be split over the mesh.
+      UserError: the experiment has no model, or its batch cannot be split over the mesh.
     """
     experiment.check_batch(mesh)
-    settings = experiment.step_settings(_own_model(experiment), experiment.objective.mask_token_id or 0)
+    settings = experiment.step_settings(model_of(experiment), experiment.objective.mask_token_id or 0)
     shape, sharding = (experiment.train.batch_size, experiment.data.row_length), batch_sharding(mesh)
     batch = PackedBatch(
         **{
@@ -154,12 +155,12 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
     return compile_step(wedlm_step, settings, mesh).trace(state, batch)  # type: ignore[attr-defined]
 
 
-def _own_model(experiment: Experiment) -> ModelConfig:
-    if not isinstance(experiment.model, ModelConfig):
-        raise UserError(
-            f"--compile-only reads no weights, and {experiment.name} has no model of its own; give model as a ModelConfig"
-        )
-    return experiment.model
+def model_of(experiment: Experiment) -> ModelConfig:
+    """Its own model, or the shape of the one that it starts from, computed as it will be on an accelerator."""
+    experiment.require_model()
+    if isinstance(experiment.model, ModelConfig):
+        return experiment.model
+    return (experiment.model or ModelOverrides()).over(config_of(str(experiment.init_from)), "bfloat16")
 
 
 def _gigabytes(count: float) -> str:

@@ -56,15 +56,19 @@ def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config
 
 
 def read_value(annotation: Any, name: str, text: str) -> Any:
-    """The value that `text` stands for in a field of this type: `none` and comma-separated tuples are understood.
+    """The value that `text` stands for in a field of this type: `none`, comma-separated tuples and, for a tuple of sections, a
+    JSON list of objects are understood.
 
     Raises:
       UserError: the text is not of this type; `name` is what the message calls the field.
     """
     try:
         value = pydantic.TypeAdapter(annotation).validate_python(_parse(annotation, text))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}={text!r}: no JSON ({error.msg}); write a list of objects") from None
     except pydantic.ValidationError as error:
-        raise UserError(f"{name}={text!r}: {_first_line(error)}") from None
+        place = "".join(f"{part}: " for part in _first(error)["loc"] if str(part).islower())  # a field of an object
+        raise UserError(f"{name}={text!r}: {place}{_first_line(error)}") from None
     _check_integers(value, "", name)
     return value
 
@@ -130,11 +134,13 @@ def is_none(text: str) -> bool:
 
 
 def _parse(annotation: Any, text: str) -> Any:
-    """What pydantic is to convert: None, a list for a tuple, else the text itself."""
+    """What pydantic is to convert: None, a list for a tuple, of objects where it is one of sections, else the text itself."""
     options = _options(annotation)
     if is_none(text) and type(None) in options:
         return None
-    if any(typing.get_origin(option) is tuple for option in options):
+    if tuples := [option for option in options if typing.get_origin(option) is tuple]:
+        if text.strip() and any(sections_of(item) for item in typing.get_args(tuples[0])):
+            return json.loads(text)
         return [part.strip() for part in text.strip("[]()").split(",") if part.strip()]
     return text
 

@@ -1,6 +1,7 @@
 """Decode held-out problems with every decoder, measure held-out text: one table, JSON and a plot.
 
 python -m wedlm_jax.evaluate --exp quickstart
+python -m wedlm_jax.evaluate --exp sft evaluation.text_prompts=8 evaluation.max_new_tokens=64
 python -m wedlm_jax.evaluate --model exports/quickstart --task counting --decoder verified
 """
 
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import chosen_step, saved_steps
+from wedlm_jax.config_tree import differences
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -55,6 +57,8 @@ UNFINISHED = "unfinished.json"  # beside results.json until that is there
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    """With --exp: evaluation.field=value, such as evaluation.problems_per_task=50."""
     exp: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.py[:function]")] = None
     """Evaluate the trained model of an experiment, as its `evaluation` section says."""
     workdir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -68,8 +72,8 @@ class Evaluate:
     """Problems a task at most, instead of what the experiment says (with --model: 100)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
-    WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where --task and
-    --limit do; with --model nowhere if not given."""
+    WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where overrides,
+    --task and --limit make another one of it; with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -92,7 +96,9 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
     if args.adapter is not None:
         raise UserError("--adapter goes with --model DIR; an experiment has its own")
-    named = load_experiment(name)
+    if others := [text for text in args.overrides if not text.startswith("evaluation.")]:
+        raise UserError(f"{others[0]}: only evaluation.field=value can be set here; the rest is as it was trained")
+    named = load_experiment(name, args.overrides)
     folder, step = pretrained.split_step(args.workdir or named.workdir)
     workdir = Path(folder)
     if not pretrained.is_workdir(workdir):
@@ -101,7 +107,10 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     # A step that is named, the best one by its number: it has a folder of its own, as a part of the evaluation has, since a study
     # takes WORKDIR/evaluation for the whole one of the newest.
     step_name = "" if step is None else f"@{chosen_step(workdir, step)}"
-    experiment = dataclasses.replace(Experiment.load(workdir), evaluation=named.evaluation)
+    trained = Experiment.load(workdir)
+    experiment = dataclasses.replace(trained, evaluation=named.evaluation)
+    if changed := differences(trained.to_dict()["evaluation"], experiment.to_dict()["evaluation"]):
+        print(f"note: not as the training was told (evaluation: {'; '.join(changed)})", file=sys.stderr)
     config = experiment.evaluation
     chosen = config.tasks if args.task is None else (args.task,)
     tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
@@ -117,7 +126,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         else:
             models[BASE] = load_exact(begun)
     settings = settings_of(config, with_base=BASE in models)
-    part = "".join(f"-{given}" for given in (args.task, args.limit) if given is not None)
+    other = [text.removeprefix("evaluation.").replace("/", "_") for text in args.overrides]
+    part = "".join(f"-{given}" for given in (*other, args.task, args.limit) if given is not None)
     out = args.out or workdir / f"evaluation{step_name}{part}"
     return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out)
 
@@ -128,6 +138,8 @@ def plan_model(args: Evaluate, path: str) -> Plan:
         raise UserError("--model needs --task: word_problems, counting or copying")
     if args.workdir is not None:
         raise UserError("--workdir goes with --exp; give the directory as --model DIR")
+    if args.overrides:
+        raise UserError(f"{args.overrides[0]}: goes with --exp; with --model the flags of decoders do")
     config = dataclasses.replace(EvaluationConfig(), tasks=(args.task,))
     chosen = task(args.task)
     problems = draw(chosen, args.limit or config.problems_per_task, config.seed)

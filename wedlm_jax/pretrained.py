@@ -17,13 +17,13 @@ from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_ca
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
-from wedlm_jax.hf.config import Arch
+from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
-from wedlm_jax.hf.hub import is_hub_id
+from wedlm_jax.hf.hub import fetch_description, is_hub_id
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
 from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
-from wedlm_jax.model.config import DType
+from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
@@ -144,6 +144,20 @@ def locate(path: str | Path) -> Path:
             f"python -m wedlm_jax.train --exp NAME --workdir {path} makes one"
         )
     return directory
+
+
+def config_of(path: str | Path) -> ModelConfig:
+    """The shape of a model that `load` reads, with float32 parameters; no weights are read or fetched.
+
+    Raises:
+      UserError: as of `load`.
+    """
+    place = split_step(path)[0]
+    fetched = is_hub_id(place) and not Path(place).exists()
+    directory = fetch_description(str(place)) if fetched else locate(path)
+    if is_workdir(directory):
+        return dataclasses.replace(ModelFile.read(directory).config, param_dtype="float32")
+    return from_hf(read_json(directory / "config.json"), directory / "config.json")
 
 
 def split_step(path: str | Path) -> tuple[str | Path, Step]:

@@ -127,11 +127,7 @@ def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
     dtype = None if experiment.adapter is None or experiment.model is None else experiment.model.param_dtype
     initial = load(path, dtype=dtype or "float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
     if not isinstance(experiment.model, ModelConfig):
-        chosen = {
-            name: value for name, value in vars(experiment.model or ModelOverrides()).items() if value is not None
-        }
-        default = {"dtype": resolve_dtype(None)}
-        initial.config = dataclasses.replace(initial.config, **{**default, **chosen})
+        initial.config = (experiment.model or ModelOverrides()).over(initial.config, resolve_dtype(None))
         return initial
     shape, wanted = dataclasses.asdict(initial.config), dataclasses.asdict(experiment.model)
     compute = [field.name for field in dataclasses.fields(ModelOverrides)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import sys
 
 import numpy as np
@@ -44,6 +45,9 @@ def test_a_row_is_coloured_as_it_is_learned(path):
         spans[str(span.style)] = spans.get(str(span.style), "") + text.plain[span.start : span.end]
     for style, mask in ((LEARNED, batch.loss_mask[0]), (PROMPT, ~batch.loss_mask[0] & (batch.segment_ids[0] > 0))):
         assert spans[style] == tokenizer().decode(batch.tokens[0][mask])
+    marked = row_text(batch, 0, tokenizer(), plain=True).plain
+    assert marked.replace("[[", "").replace("]]", "") == text.plain
+    assert "".join(re.findall(r"\[\[(.*?)\]\]", marked, re.DOTALL)) == spans[LEARNED]
     assert spans[PAD].count("|") == batch.segment_ids[0].max()
     assert f"[{(batch.segment_ids[0] == 0)[::-1].cumprod().sum()} padding]" in spans[PAD]
 
@@ -65,7 +69,7 @@ def test_the_numbers_are_those_of_the_batches(path):
     printed = console.file.getvalue()
     assert "row 0" in printed and "row 1" not in printed and "skipped records: 1" in printed
     assert f"padding: {found.padding:.1%} of the places of {len(found.batches) - 1} full batch" in printed
-    assert f"{found.learned:.1%}" in printed
+    assert f"{found.learned:.1%}" in printed and "[[learned]] prompt padding" in printed  # a file has no colours
     bars = [line.split() for line in printed.splitlines() if line.endswith("#") or "# " in line]
     assert sum(int(bar[1]) for bar in bars) == 20
 

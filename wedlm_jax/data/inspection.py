@@ -19,6 +19,7 @@ from wedlm_jax.data.packing import PackedBatch, pack
 
 LEARNED, PROMPT, PAD = "bold green", "dim", "red"
 _BARS = 10  # of the histogram
+_MARKED = "[[{}]]"  # what is learned, where there are no colours
 _WIDTH = 40  # characters of its longest bar
 _REASONS = 5  # bad records that are shown
 
@@ -77,13 +78,15 @@ def inspect(
 
 def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:
     """Prints `samples` rows, then the numbers."""
+    plain = console.color_system is None  # into a file or a pipe
     rows = ((batch, row) for batch in inspection.batches for row in range(len(batch.tokens)))
     for number, (batch, row) in enumerate(itertools.islice(rows, samples)):
         console.rule(f"row {number}")
-        console.print(row_text(batch, row, tokenizer), soft_wrap=True)
+        console.print(row_text(batch, row, tokenizer, plain), soft_wrap=True)
     console.rule("numbers")
+    learned = _MARKED.format("learned") if plain else "learned"
     console.print(
-        Text.assemble(("learned", LEARNED), " ", ("prompt", PROMPT), " ", ("padding", PAD), "; | starts a document")
+        Text.assemble((learned, LEARNED), " ", ("prompt", PROMPT), " ", ("padding", PAD), "; | starts a document")
     )
     if inspection.lengths:
         console.print(histogram(inspection.lengths))
@@ -98,8 +101,8 @@ def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenize
         console.print(f"  {reason}", markup=False, highlight=False)
 
 
-def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """The text of a row: every run of tokens of one kind decoded and coloured."""
+def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase, plain: bool = False) -> Text:
+    """The text of a row: every run of tokens of one kind decoded and coloured; where it is `plain`, what is learned is marked."""
     text = Text()
     kinds = np.where(batch.segment_ids[row] == 0, 0, np.where(batch.loss_mask[row], 1, 2))
     edges = np.flatnonzero(np.diff(kinds) | np.diff(batch.segment_ids[row])) + 1
@@ -112,7 +115,8 @@ def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase) -
         if kind == 0:
             text.append(f"[{len(run)} padding]", PAD)
         else:
-            text.append(str(tokenizer.decode(batch.tokens[row][run])), LEARNED if kind == 1 else PROMPT)
+            decoded = str(tokenizer.decode(batch.tokens[row][run]))
+            text.append(_MARKED.format(decoded) if plain and kind == 1 else decoded, LEARNED if kind == 1 else PROMPT)
     return text
 
 

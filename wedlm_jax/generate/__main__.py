@@ -28,7 +28,7 @@ from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import Prompt, digest_of
-from wedlm_jax.decode.stats import Completion
+from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
@@ -75,6 +75,7 @@ def generate(args: Generate) -> None:
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
     shown: list[Completion] = []
+    counted: list[Stats] = []
     with contextlib.ExitStack() as opened:
         # A trace is of the forwards of one run: beside one, no lines are gone on behind.
         trace = None if args.trace is None else opened.enter_context(jsonl(args.trace))
@@ -91,8 +92,11 @@ def generate(args: Generate) -> None:
                     trace.write(line)
             if output is not None:
                 output.write(as_line(completion, args.details))
+                counted.append(completion.stats)
             else:
                 shown.append(completion)
+    if output is not None:
+        print(f"wrote {args.output}: {output.count} completions{in_total(counted)}", file=sys.stderr)
     # All of them are there: while rich shows a bar on stderr it would take what is printed for a part of it.
     for completion in shown:
         if args.input is not None:
@@ -118,6 +122,20 @@ def print_one(completion: Completion, details: bool) -> None:
     print(f"[{completion.finish_reason}; {stats}]", file=sys.stderr)
     if details:
         print("\n".join(detail_lines(completion)), file=sys.stderr)
+
+
+def in_total(counted: Sequence[Stats]) -> str:
+    """What completions of this run come to together."""
+    if not counted:
+        return ""
+    tokens, forwards, processed = (
+        sum(getattr(stats, name) for stats in counted) for name in ("generated_tokens", "forwards", "tokens_processed")
+    )
+    together = Stats(tokens, forwards, processed)
+    return (
+        f"; {len(counted)} decoded now: {tokens} tokens, {together.tokens_per_forward:.2f} per forward, "
+        f"p_cache {together.p_cache:.2f}"
+    )
 
 
 def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterator[Completion]:

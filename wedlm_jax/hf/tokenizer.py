@@ -113,7 +113,7 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
     if first_free >= config.vocab_size:
         raise UserError(
             f"no free row for a mask token: the tokenizer fills all vocab_size={config.vocab_size} rows; "
-            "add a mask token to the tokenizer or enlarge the vocabulary"
+            "enlarge it with transformers (model.resize_token_embeddings) and save it, or give the tokenizer a mask token"
         )
     return first_free
 

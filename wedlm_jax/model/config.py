@@ -97,3 +97,8 @@ class ModelOverrides:
     mlp_tile: int | None = None
     attention: Implementation | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are
+
+    def over(self, config: ModelConfig, dtype: DType) -> ModelConfig:
+        """`config` with all that is set here, computed in `dtype` where none is."""
+        chosen = {name: value for name, value in vars(self).items() if value is not None}
+        return dataclasses.replace(config, **{"dtype": dtype, **chosen})
