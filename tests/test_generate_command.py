@@ -226,6 +226,46 @@ def test_lines_of_another_run_are_neither_gone_on_with_nor_lost(cut_short, refus
     assert lines.read_bytes() == before
 
 
+def test_a_note_of_a_run_that_wrote_nothing_is_not_taken_for_that_of_other_lines(cut_short, refused, tmp_path, capsys):
+    """It was killed before its first line; the lines are of another one, with a trace, that was killed as well."""
+    source, target = write(tmp_path / "in.jsonl", *LINES), tmp_path / "out.jsonl"
+    cut_short("--input", source, "--output", target)
+    (tmp_path / "out.jsonl.unfinished").write_text("")
+    cut_short("--input", source, "--output", target, "--trace", tmp_path / "trace.jsonl", "--seed", 1)
+    capsys.readouterr()
+    line = refused("--input", source, "--output", target, *SHORT)
+    assert "out.jsonl.unfinished.made_from does not tell of which" in line
+
+
+def test_lines_that_a_full_disk_ended_are_told_of(tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    with pytest.raises(UserError, match="cannot be written"), unfinished.jsonl(path, dict) as lines:
+        lines.write({})
+        raise OSError(28, "No space left on device")
+    assert f"the first 1 lines are in {path}.unfinished; the same command" in capsys.readouterr().err
+
+
+def test_what_the_shell_appends_to_keeps_what_was_there(directory, tmp_path):
+    """/dev/stdout is open already; it is not replaced."""
+    log = tmp_path / "log.jsonl"
+    log.write_text("kept\n")
+    flags = ["--model", str(directory), "--prompt", "a", "--max-new-tokens", "2", "--output", "/dev/stdout"]
+    with log.open("a") as appended:
+        subprocess.run([sys.executable, "-m", "wedlm_jax.generate", *flags], stdout=appended, check=True)
+    assert log.read_text().startswith('kept\n{"ids": [') and log.read_text().count("\n") == 2
+
+
+def test_a_pipe_gets_each_line_at_once(cut_short, tmp_path, capsys):
+    """Also those before an interruption."""
+    assert cut_short("--input", write(tmp_path / "in.jsonl", *LINES)) == 130
+    assert capsys.readouterr().out.count('{"ids": [') == 2
+
+
+def test_a_link_that_leads_to_itself_is_refused(refused, tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "is a link that leads to itself; name a file" in refused("--prompt", "a", "--output", tmp_path / "loop")
+
+
 def test_two_commands_do_not_write_one_file(tmp_path):
     path = tmp_path / "out.jsonl"
     hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"

@@ -137,7 +137,10 @@ def test_on_a_terminal_an_error_is_shown_and_the_conversation_goes_on(folder, mo
     monkeypatch.setattr(sys, "stdin", io.StringIO("x" * 70 + "\nhi\n"))
     command.chat(command.Chat(str(folder / "chat"), context=40, decode=CONFIG), console)
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "error: the conversation fills the context of 40 tokens; /reset" in shown
+    assert (
+        "error: the conversation with this line fills the context of 40 tokens; /reset starts a new one, a shorter line"
+        in shown
+    )
     assert shown.count("tokens per forward") == 1
 
 

@@ -36,6 +36,17 @@ def test_a_pipe_gets_the_text_and_a_line_end():
     assert shown_by(PlainScreen(Console(file=stream)), stream, ticket) == TEXT + "\n"
 
 
+def test_a_line_that_the_screen_does_not_hold_is_drawn_from_its_end(monkeypatch):
+    """What has scrolled off cannot be erased, and would be there once more after every forward."""
+    text, drawn = " ".join(map(str, range(12))), []
+    monkeypatch.setattr("wedlm_jax.chat.screen.Live.update", lambda live, shown, refresh: drawn.append(shown.plain))
+    ticket = engine(reciter(text, end=True)).submit("x", settings("verified", max_new_tokens=60))
+    console = Console(file=io.StringIO(), force_terminal=True, width=5, height=4, legacy_windows=False)
+    shown = shown_by(TerminalScreen(console, tokenizer()), console.file, ticket)
+    assert max(len(lines.split("\n")) for lines in drawn) == 3 and drawn[-1].endswith("11")
+    assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).strip() == text
+
+
 def test_a_terminal_ends_with_the_whole_text_and_has_shown_masks():
     text, stream = "one\ntwo\nthree", io.StringIO()
     ticket = engine(reciter(text, end=True)).submit("x", settings("streaming_eager", entropy_threshold=None))

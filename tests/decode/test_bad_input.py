@@ -91,6 +91,7 @@ def test_numpy_integers_are_settings_like_any_other():
         (["text"], "prompt 0: this model has no tokenizer; pass token ids"),
         ([[{"role": "user", "content": "hi"}]], "prompt 0: this model has no tokenizer"),
         ([[1, "a"]], "prompt 0: must be text, a list of messages or a list of token ids"),
+        ([b"ab"], "prompt 0: must be text, a list of messages or a list of token ids, not b'ab'"),
         ([None], "prompt 0: must be text"),
         ([[True]], "prompt 0: must be text"),
         ([1, 2], "wrap a single one in a list"),

@@ -10,13 +10,15 @@ import weakref
 import jax
 import pytest
 
-from wedlm_jax import DecodeConfig, Engine, generate
+from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.decode.generation import verification
+from wedlm_jax.decode.loop import run_step, run_steps
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
 from wedlm_jax.engine.rows import RowGroup
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_CPU
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
@@ -384,6 +386,32 @@ def test_copies_draw_what_the_copies_of_one_generate_call_draw():
     together = generate(talker(), [[1, 2, 3]], config, n=3)
     assert all(same(ticket.result(), one) for ticket, one in zip(tickets, together, strict=True))
     assert len({tuple(t.completion.ids) for t in tickets}) == 3
+
+
+def committed(model: Model) -> Model:
+    """As `load` gives one: its arrays are committed to their device, of which jit makes other programs."""
+    params = jax.device_put(params_of(model.transformer), jax.devices()[0])
+    return dataclasses.replace(model, transformer=transformer_from(model.config, params))
+
+
+def test_a_second_request_of_a_loaded_model_compiles_nothing(caplog):
+    served = engine(committed(talker()), context=60)
+    served.submit([1] * 5, talk("verified", max_new_tokens=9))
+    served.run()
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        served.submit([2] * 5, talk("verified", max_new_tokens=9))
+        served.run()
+        assert not [r.message for r in caplog.records if "Compiling" in r.message]
+
+
+def test_stop_strings_compile_the_steps_of_a_loaded_model_once():
+    """The host reads and changes the state between them."""
+    model, config = committed(talker()), talk("verified", max_new_tokens=40, stop=("never said",))
+    before = run_steps._cache_size(), run_step._cache_size()
+    generate(model, [[1] * 5], config)
+    for _ in stream(model, [1] * 5, config):
+        pass
+    assert (run_steps._cache_size(), run_step._cache_size()) == (before[0] + 1, before[1] + 1)
 
 
 def test_a_second_wave_of_requests_compiles_nothing():

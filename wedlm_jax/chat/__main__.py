@@ -103,7 +103,10 @@ def answer(engine: Engine, prompt: list[int], config: DecodeConfig, screen: Scre
     """
     room = engine.context - len(prompt)
     if room < 1:
-        raise UserError(f"the conversation fills the context of {engine.context} tokens; /reset starts a new one")
+        raise UserError(
+            f"the conversation with this line fills the context of {engine.context} tokens; /reset starts a new one, a shorter "
+            "line or a larger --context leaves more room"
+        )
     ticket = engine.submit(prompt, dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room)))
     with ctrl_c() as pressed, screen:
         while not ticket.done:

@@ -47,7 +47,8 @@ class PlainScreen:
 
 
 class TerminalScreen:
-    """Finished lines are printed; the last one is drawn anew after each forward, with the window behind it."""
+    """Finished lines are printed; the last one is drawn anew after each forward, with the window behind it: as much of its end
+    as the screen holds."""
 
     steps = 1
 
@@ -68,7 +69,11 @@ class TerminalScreen:
         *lines, self._line = (self._line + "".join(commit.text or "" for commit in ticket.take())).split("\n")
         for line in lines:
             self._print(line)
-        self._live.update(Text(self._line) + window_text(ticket.window, self._tokenizer), refresh=True)
+        drawn = (Text(self._line) + window_text(ticket.window, self._tokenizer)).wrap(
+            self._console, self._console.width
+        )
+        # Rows that have left the screen cannot be drawn anew, but would come again with each forward.
+        self._live.update(Text("\n").join(drawn[1 - self._console.height :]), refresh=True)
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

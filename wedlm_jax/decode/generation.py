@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings, integer
 from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
-from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord
+from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord, placed_as
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
@@ -174,7 +173,9 @@ class Batch:
                         changed[name][row] = values[row]
                     changed["generated"][row], changed["finish"][row] = kept, STOPPED
             running = changed["finish"] == RUNNING
-            state = dataclasses.replace(state, **{name: jnp.asarray(x) for name, x in changed.items()})
+            state = dataclasses.replace(
+                state, **{name: placed_as(getattr(state, name), x) for name, x in changed.items()}
+            )
         return state
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
@@ -217,7 +218,9 @@ class Batch:
             kept = self._stop_string_at(row, output[row, : generated[row]].tolist(), checked[row])
             if kept is not None:
                 generated[row], finish[row] = kept, STOPPED
-        return dataclasses.replace(state, generated=jnp.asarray(generated), finish=jnp.asarray(finish))
+        return dataclasses.replace(
+            state, generated=placed_as(state.generated, generated), finish=placed_as(state.finish, finish)
+        )
 
     def _stop_string_at(self, row: int, ids: list[int], checked: int) -> int | None:
         """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read

@@ -25,7 +25,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         ids = _encode(model, prompt, name)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
-    elif isinstance(prompt, (Sequence, np.ndarray)) and all(_is_id(i) for i in prompt):
+    elif _is_list(prompt) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
         raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {prompt!r:.80}")
@@ -50,6 +50,11 @@ def _encode(model: Model, text: str, name: str) -> list[int]:
             f"{name}: {text[error.start]!a} at character {error.start} is half of a character; write whole ones, in UTF-8"
         ) from error
     return encode_with_control_tokens(_tokenizer(model, name), text)
+
+
+def _is_list(value: object) -> bool:
+    """Bytes are a sequence of integers too, but of no token ids."""
+    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (bytes, bytearray, memoryview))
 
 
 def _is_id(value: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,3 +121,9 @@ def advance(state: DecodeState, count: jax.Array) -> DecodeState:
         window=jnp.take_along_axis(state.window, source, axis=1),
         filled=jnp.take_along_axis(state.filled, source, axis=1) & inside,
     )
+
+
+def placed_as(like: jax.Array, x: Any) -> jax.Array:
+    """`x` where `like` is, and committed to that device if `like` is: of arguments that are committed and of others jit makes two
+    programs."""
+    return jax.device_put(x, like.sharding) if like.committed else jnp.asarray(x)

@@ -16,7 +16,7 @@ from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.generation import bucket, verification
 from wedlm_jax.decode.loop import Program, Progress, when_emitted
 from wedlm_jax.decode.prefill import CHUNK
-from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState
+from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState, placed_as
 from wedlm_jax.decode.stats import FinishReason, Stats
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.engine.programs import exchange_rows, fill_rows, open_rows, prefill_behind, run_rows, take_rows
@@ -76,8 +76,13 @@ class RowGroup:
         self.slots = cache_slots(context, window_slots)
         sizes = dict(rows=rows, context=context, slots=window_slots, cache_slots=self.slots)
         # Waited for, so that what does not fit in memory is told here and not where it is used first.
-        self._state = jax.block_until_ready(open_rows(self._weights, **sizes, holds_back=config.holds_back))
-        self._settings = self._row_settings([config] * rows, [0] * rows)
+        state = jax.block_until_ready(open_rows(self._weights, **sizes, holds_back=config.holds_back))
+        settings = self._row_settings([config] * rows, [0] * rows)
+        if model.weights.mesh is None:  # as what the programs make of them and the weights will be
+            state, settings = jax.tree.map(
+                functools.partial(placed_as, jax.tree.leaves(self._weights)[0]), (state, settings)
+            )
+        self._state, self._settings = state, settings
         self._halted = np.zeros(rows, bool)
         cut = batch_parts(model.weights.mesh) > 1
         self._counts = RowCounts(rows, window_slots, self._window_table, fixed=cut)

@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TextIO
 
 import jax
 import tyro
@@ -74,6 +74,9 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
+    # While rich shows a bar on stderr it takes what is printed on a terminal, or as `sys.stdout`, for a part of it.
+    stdout = sys.stdout
+    at_once = args.input is not None and not stdout.isatty()
     shown: list[Completion] = []
     counted: list[Stats] = []
     with contextlib.ExitStack() as opened:
@@ -93,14 +96,15 @@ def generate(args: Generate) -> None:
             if output is not None:
                 output.write(as_line(completion, args.details))
                 counted.append(completion.stats)
+            elif at_once:
+                print_line(completion, args.details, stdout)
             else:
                 shown.append(completion)
     if output is not None:
         print(f"wrote {args.output}: {output.count} completions{in_total(counted)}", file=sys.stderr)
-    # All of them are there: while rich shows a bar on stderr it would take what is printed for a part of it.
     for completion in shown:
         if args.input is not None:
-            print(json.dumps(as_line(completion, args.details), ensure_ascii=False))
+            print_line(completion, args.details, stdout)
         else:
             print_one(completion, args.details)
 
@@ -113,6 +117,10 @@ def _prompts(args: Generate) -> list[tuple[str, Prompt]]:
         return [("--message", [{"role": "user", "content": args.message}])]
     assert args.prompt is not None  # _check_flags sees to it
     return [("--prompt", args.prompt)]
+
+
+def print_line(completion: Completion, details: bool, stdout: TextIO) -> None:
+    print(json.dumps(as_line(completion, details), ensure_ascii=False), file=stdout, flush=True)
 
 
 def print_one(completion: Completion, details: bool) -> None:
@@ -186,6 +194,10 @@ def _check_flags(args: Generate) -> None:
             raise UserError(f"{flag} {path}: the folder {path.parent} does not exist; make it first")
         if path.is_dir():
             raise UserError(f"{flag} {path}: is a folder; name a file")
+        try:
+            path.resolve()
+        except (RuntimeError, OSError):
+            raise UserError(f"{flag} {path}: is a link that leads to itself; name a file") from None
         if args.input is not None and path.resolve() == args.input.resolve():
             raise UserError(f"{flag} {path}: would overwrite the prompts of --input; name another file")
     if args.output is not None and args.trace is not None and args.output.resolve() == args.trace.resolve():

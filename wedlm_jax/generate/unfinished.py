@@ -24,8 +24,10 @@ class Unfinished(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> Unfinished | None:
-        """None where `path` is a device or a pipe, which gets its lines at once."""
-        if path.exists() and not path.is_file():
+        """None where `path` is a device or a pipe, or one that this process holds open, such as /dev/stdout: it gets its lines
+        at once."""
+        held_open = path.is_symlink() and path.parts[:2] in (("/", "dev"), ("/", "proc"))
+        if held_open or (path.exists() and not path.is_file()):
             return None
         output = path.resolve() if path.is_symlink() else path
         lines = output.with_name(f"{path.name}.unfinished")
@@ -78,7 +80,7 @@ def jsonl(path: Path, made_from: Callable[[], dict[str, Any]] | None = None) -> 
     """
     held = Unfinished.of(path)
     if held is None:
-        with writing(path), path.open("wb") as file:
+        with writing(path), path.open("ab") as file:
             yield Lines(file, 0)
         return
     with writing(path), held.lines.open("a+b") as file:
@@ -95,13 +97,15 @@ def jsonl(path: Path, made_from: Callable[[], dict[str, Any]] | None = None) -> 
         lines = Lines(file, len(sizes))
         try:
             file.truncate(sum(sizes))
-            if not sizes and made_from is not None:
-                held.made_from.write_text(json.dumps(made_from()), encoding="utf-8")
+            if not sizes:
+                held.made_from.unlink(missing_ok=True)  # of a run that wrote no line
+                if made_from is not None:
+                    held.made_from.write_text(json.dumps(made_from()), encoding="utf-8")
             yield lines
         except BaseException as error:
             if not lines.count:
                 held.remove()
-            elif isinstance(error, (KeyboardInterrupt, UserError)):
+            elif isinstance(error, (KeyboardInterrupt, UserError, OSError)):
                 again = "" if made_from is None else "; the same command goes on behind them"
                 print(f"the first {lines.count} lines are in {held.lines}{again}", file=sys.stderr)
             raise

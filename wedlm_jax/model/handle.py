@@ -127,6 +127,6 @@ class Model:
         if self.mask_token_id is None:
             raise UserError(
                 "this model has no mask token: --decoder ar and lookup need none; else put an adapter beside it, or name the id "
-                "that it was trained with (--mask-token-id ID)"
+                "that it was trained with (mask_token_id; --mask-token-id ID)"
             )
         return self.mask_token_id
