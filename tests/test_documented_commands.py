@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def documented() -> list:
         texts[path] = path.read_text()
     for path, text in sorted(texts.items()):
         for script, name, rest in TRAINS.findall(re.sub(r"\\\s+", "", text)):
-            words = rest.partition("#")[0].split()
+            words = shlex.split(rest.partition("#")[0])
             overrides = tuple(word for word in words if "=" in word and not word.startswith("-"))
             devices, processes = MACHINES.get(script, (4, 1))
             if slice_ := re.search(r"--compile-only \w+:([\dx]+)", rest):
@@ -70,7 +71,7 @@ def test_a_documented_command_gets_past_the_checks(name, overrides, devices, pro
     if isinstance(found, Study):
         assert not overrides
         return
-    if found.data.source == "chat" and not any(word.startswith("data.path=") for word in overrides):
+    if found.data.source == "chat" and not any(word.startswith(("data.path=", "data.source=")) for word in overrides):
         overrides = (*overrides, "data.path=unread")  # --compile-only
     assert_it_starts(load_named(name, overrides), devices, processes)
 
