@@ -21,7 +21,7 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine", "linear"] = "cosine"  # after warm-up, down to final_fraction of the peak
     warmup_steps: int = 0
     warmup_ratio: float = 0.0  # instead of warmup_steps: int(ratio * steps) of them
-    final_fraction: float = 0.0  # of the peak, at the last step of cosine and linear
+    final_fraction: float = 0.0  # of the peak, where cosine and linear lead: one update after the last
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
