@@ -63,6 +63,9 @@ def test_the_tilde_of_a_path_is_the_home_directory_behind_an_equals_sign(monkeyp
     monkeypatch.setenv("HOME", "/home/x")
     assert parse(Places, prog="command", args=["--out=~/a"]) == Places(Path("/home/x/a"))
     assert parse(Places, prog="command", args=["--text=~/a"]) == Places(text="~/a")
+    assert parse(Places, prog="command", args=["--out=~nobody-of-this-name/a"]) == Places(
+        Path("~nobody-of-this-name/a")
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def parse(
 def _at_home(flags: Flags) -> Flags:
     """With the home directory for the `~` of a path, which no shell writes out behind an equals sign."""
     given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
-    paths = {name: path.expanduser() for name, path in given.items() if isinstance(path, Path)}
+    paths = {name: Path(os.path.expanduser(path)) for name, path in given.items() if isinstance(path, Path)}
     return dataclasses.replace(flags, **paths)  # type: ignore[type-var]
 
 

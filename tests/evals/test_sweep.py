@@ -58,6 +58,7 @@ def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monk
     assert {size for _, size in fake.calls} == {2}
     assert [decoder for decoder, _ in fake.calls] == ["ar"] * 6 + ["streaming"] * 6  # three batches, each warmed up for
     # Three batches of two rows of four tokens; the 60 s of the first calls are not in them.
+    assert (ar.tokens_per_second, fast.tokens_per_second) == (24 / 6, 24 / 3)
     assert (ar.speedup_over_ar, fast.speedup_over_ar) == (1, 2)
 
 
