@@ -99,7 +99,7 @@ def batches(draw, loop: str, case: Case = Case()) -> tuple[int, list[list[int]],
 def _noise(seed, row):
     key = jax.random.fold_in(jax.random.key(seed), row)
     keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(np.arange(2 * LONG.max_position_embeddings))
-    return jax.vmap(lambda k: jax.random.gumbel(k, (TINY.vocab_size,)))(keys)
+    return jax.vmap(lambda k: jax.random.gumbel(k, (TINY.vocab_size,), mode="high"))(keys)
 
 
 def expected(seed: int, prompts: list[list[int]], configs: list[DecodeConfig], of: ModelConfig = TINY) -> list[Row]:

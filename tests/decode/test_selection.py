@@ -11,7 +11,7 @@ import pytest
 
 from wedlm_jax import DecodeConfig
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.sampling import filter_logits, sample
+from wedlm_jax.decode.sampling import filter_logits, position_noise, sample
 from wedlm_jax.decode.selection import RULES, select_by_confidence, select_by_entropy, select_drafts
 from wedlm_jax.model.window_table import ON_CPU
 from wedlm_jax.ops.categorical import entropy
@@ -97,6 +97,13 @@ def test_draws_follow_the_filtered_distribution():
     # Rows and neighbouring positions are independent: they agree as often as two fair draws do.
     for agreement in ((first == second).mean(), (first[1:] == first[:-1]).mean()):
         assert abs(agreement - (p**2).sum()) < 5 * np.sqrt(0.25 / DRAWS)
+
+
+def test_the_noise_reaches_tokens_of_a_vocabulary_s_tail():
+    """Of n Gumbel draws the largest is about log n: 17.3 here, where draws of 23 bits end at 15.9."""
+    noise = jax.jit(position_noise, static_argnames="V")(jax.random.key(0), jnp.arange(256), V=131_072)
+    assert 16.2 < float(noise.max()) < 22
+    assert float(noise.mean()) == pytest.approx(np.euler_gamma, abs=2e-3)
 
 
 def test_the_noise_belongs_to_the_position_and_not_to_the_place_in_the_window():

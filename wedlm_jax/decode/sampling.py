@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -32,16 +34,20 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     if not settings.draws:
         return greedy
 
-    def noise(key: jax.Array, row_positions: jax.Array) -> jax.Array:
-        keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(row_positions)
-        return jax.vmap(lambda k: jax.random.gumbel(k, vocabulary.shape))(keys)
-
     temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
     # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
     relative = logits - jnp.max(logits, axis=-1, keepdims=True)
     filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
-    drawn = likeliest(filtered + jax.vmap(noise)(settings.key, positions))
+    noise = jax.vmap(functools.partial(position_noise, V=logits.shape[-1]))(settings.key, positions)
+    drawn = likeliest(filtered + noise)
     return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
+
+
+def position_noise(key: jax.Array, positions: jax.Array, V: int) -> jax.Array:
+    """The Gumbel noise of one row at its absolute positions int32 [T]: float32 [T, V]."""
+    keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
+    # The default "low" never exceeds 15.95: by it no token of a probability under about 1e-7 is ever drawn.
+    return jax.vmap(lambda k: jax.random.gumbel(k, (V,), mode="high"))(keys)
 
 
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

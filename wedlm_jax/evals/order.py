@@ -31,7 +31,7 @@ def filling_order(completions: Sequence[Completion], prompt_lengths: Sequence[in
     """Counts over completions that were generated with `trace=True`; `prompt_lengths` in tokens.
 
     A token is committed when the cursor has passed it: its keys and values are final. What is still in the window when the
-    output ends needs no cache, and counts as committed.
+    output ends needs no cache, and counts as committed, unless the last forward replaced it.
     """
     filled = committed = right = 0
     for completion, prompt_length in zip(completions, prompt_lengths, strict=True):
@@ -40,10 +40,12 @@ def filling_order(completions: Sequence[Completion], prompt_lengths: Sequence[in
         cursors = [entry["base"] for entry in trace[2:]] + [end, end]  # after the next forward
         for entry, cursor in zip(trace, cursors, strict=False):
             emitted += entry["emitted"]  # verified decoding emits an AR token in the place of a mask
-            positions = [position for position in entry["filled_positions"] if position < end]
+            fillings = zip(entry["filled_positions"], entry["filled_tokens"], strict=True)
+            inside = {position: token for position, token in fillings if position < end}
             open_masks = {position for position in entry["mask_positions"] if position >= emitted}
             leftmost = min(open_masks - set(entry["filled_positions"]), default=end)
-            filled += len(positions)
-            committed += sum(position < cursor for position in positions)
-            right += sum(position > leftmost for position in positions)
+            outlived = [p for p, token in inside.items() if p < cursor and completion.ids[p - prompt_length] == token]
+            filled += len(inside)
+            committed += len(outlived)
+            right += sum(position > leftmost for position in inside)
     return Order(filled, committed, right)
