@@ -98,6 +98,8 @@ def test_the_settings_are_every_rule_with_every_threshold():
         (("--decoder", "ar"), "--decoder ar: streaming, block-wise and verified are compared"),
         (("--thresholds", "-1"), "entropy_threshold=-1.0: must be at least 0"),
         (("--tasks",), "--tasks: give at least one"),
+        (("--tasks", "copying", "--questions", "q.jsonl"), "--tasks does nothing here; use it without --questions"),
+        (("--questions", "q.jsonl"), "--questions q.jsonl: cannot be read (No such file or directory)"),
     ],
 )
 def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):

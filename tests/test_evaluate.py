@@ -332,6 +332,24 @@ def test_any_model_is_measured_against_its_own_ar(call, tmp_path):
     assert "counting n = 2" in " ".join(shown.split())
 
 
+def test_questions_of_a_file_are_scored_and_cut_completions_told(call, tmp_path):
+    model = tiny_model()
+    save(model, tmp_path / "model")
+    prompts = [f"Q: {i}? A:" for i in range(3)]
+    of_ar = generate(model, prompts, DecodeConfig(decoder="ar", max_new_tokens=8))
+    answers = [of_ar[0].text, of_ar[1].text + " and more", of_ar[2].text]
+    lines = [json.dumps({"prompt": p, "answer": a}) for p, a in zip(prompts, answers, strict=True)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    flags = ("--model", tmp_path / "model", "--questions", tmp_path / "mine.jsonl", "--match", "text")
+    shown = " ".join(call(*flags, "--max-new-tokens", 8, "--decoder", "lookup", "--out", tmp_path / "out").split())
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [(row["task"], row["label"], row["correct"], row["n"]) for row in rows] == [
+        ("mine", "AR", 2, 3), ("mine", "lookup", 2, 3),
+    ]  # fmt: skip
+    cut = sum(c.finish_reason == "length" for c in of_ar)
+    assert cut and f"mine, AR: {cut} of 3 completions were cut at max_new_tokens=8; raise it" in shown
+
+
 def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_path):
     message = refused("--exp", f"{file}:adapted", "--workdir", tmp_path / "none")
     assert f"python -m wedlm_jax.train --exp {file}:adapted --workdir {tmp_path / 'none'}" in message
@@ -344,7 +362,17 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
         (("--exp", "a", "--model", "b"), "give one of --exp NAME and --model DIR"),
         (("--exp", "no_such_experiment"), "unknown experiment no_such_experiment"),
         (("--model", "nowhere", "--task", "counting"), "nowhere"),
-        (("--model", "nowhere"), "--model needs --task"),
+        (("--model", "nowhere"), "--model needs one of --task"),
+        (("--model", "nowhere", "--task", "counting", "--questions", "q"), "--model needs one of --task"),
+        (
+            ("--model", "nowhere", "--task", "counting", "--match", "text"),
+            "--match does nothing here; use it with --questions",
+        ),
+        (("--exp", "a", "--questions", "q"), "--questions does nothing here; use evaluation.questions=..."),
+        (
+            ("--exp", "sft", "evaluation.match=best"),
+            "evaluation.match='best': input should be 'number', 'choice' or 'text'",
+        ),
         (("--model", "nowhere", "--task", "sums"), "task 'sums' does not exist"),
         (("--model", "nowhere", "--task", "counting", "--workdir", "x"), "--workdir goes with --exp"),
         (("--exp", "a", "--decoder", "ar"), "decoder flags go with --model"),

@@ -15,6 +15,7 @@ from tests.data.test_config_fields import CHANGES as DATA
 from tests.data.test_config_fields import ELSEWHERE as DATA_ELSEWHERE
 from tests.decode import test_stream as decode_stream
 from tests.decode.test_invariants import FIELDS as DECODE
+from tests.evals.models import tiny_model
 from tests.model.test_adapter import CHANGES as ADAPTER
 from tests.model.test_config_fields import CHANGES as MODEL
 from tests.test_self_generation import CHANGES as SELF_GENERATED
@@ -31,6 +32,7 @@ from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import BitsPerByte, Recovery
+from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.sweep import ADAPTED, settings_of
 from wedlm_jax.experiment import Experiment, ModelConfig, ModelOverrides, TokenizerConfig, TrainConfig, override
 from wedlm_jax.model.adapter import AdapterConfig
@@ -65,7 +67,8 @@ CHANGED = {
         "attention": "xla",
     },
     EvaluationConfig: {
-        "tasks": ("copying",), "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,
+        "tasks": ("copying",), "questions": "others.jsonl", "match": "text",
+        "problems_per_task": 2, "held_out_files": 2, "masked_loss_rows": 4, "text_prompts": 2,
         "text_prompt_characters": 90, "batch_size": 2, "max_new_tokens": 9, "window_size": 4, "entropy_thresholds": (0.3,),
         "verified_entropy_threshold": 0.3, "verified_windows": (3,), "text_drafts": False, "distance_penalty": 0.3,
         "block_size": 4, "confidence_threshold": 0.3, "in_place": True, "seed": 1,
@@ -172,7 +175,9 @@ def evaluation(tmp_path_factory):
     for number in range(120):  # a twentieth is held out
         lines = (f"def f{j}(x):\n    return x + {number * j}\n" for j in range(60))
         (folder / "library" / f"m{number}.py").write_text("".join(lines))
-    model = types.SimpleNamespace(tokenizer=train_tokenizer(["def f(x): return x + 1"] * 3, 300))
+    for name in ("questions", "others"):
+        (folder / f"{name}.jsonl").write_text('{"prompt": "Q", "answer": "It is 7"}')
+    model = tiny_model()
     trained = override(
         EXPERIMENT, "data.source=stdlib_code", f"data.path={folder / 'library'}", "data.num_problems=100"
     )
@@ -192,11 +197,8 @@ def evaluation(tmp_path_factory):
             seen["rows"] = [row.tokens.shape for row in rows], block_size
             return {0.5: Recovery(1.0, 0.5)}
 
-        tasks = [(evaluate.task(name), config.problems_per_task) for name in config.tasks]
-        if config.text_prompts:
-            files = evaluate.code_files("held_out", trained.data.path)
-            tasks.append((evaluate.text_continuation(files, config.text_prompt_characters), config.text_prompts))
-        problems = [(task, evaluate.draw(task, limit, config.seed)) for task, limit in tasks]
+        there = dataclasses.replace(config, questions=str(folder / (config.questions or "")))
+        problems = tasks_of(there, trained.data, model)
         settings = settings_of(config, with_base=False)
         plan = evaluate.Plan("x", {ADAPTED: model}, settings, problems, config, trained, None)
         with pytest.MonkeyPatch.context() as patch:
@@ -207,7 +209,7 @@ def evaluation(tmp_path_factory):
             evaluate.evaluate(plan, Console(file=io.StringIO()))
         return seen
 
-    return outcome, EvaluationConfig(problems_per_task=3, text_prompts=1)
+    return outcome, EvaluationConfig(problems_per_task=3, text_prompts=1, questions="questions.jsonl")
 
 
 PROBES = {

@@ -20,6 +20,8 @@ TINY = {
     "wedlm_jax.train": ("train.steps=2", "train.batch_size=8", "train.eval_every=0", "data.row_length=128"),
     "wedlm_jax.data": ("data.row_length=128",),
     "wedlm_jax.generate": ("--max-new-tokens", "4"),
+    "wedlm_jax.evaluate": ("--max-new-tokens", "4"),
+    "wedlm_jax.tradeoff": ("--max-new-tokens", "4", "--thresholds", "0.4", "--penalties", "0"),
     "wedlm_jax.chat": ("--max-new-tokens", "4"),
 }
 
@@ -43,6 +45,9 @@ def test_a_recipe_runs(block, chat_model, tmp_path, monkeypatch):  # noqa: F811
     for i in range(80):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"Tom has {i} apples. " * 20)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Tom"}\n{"messages": [{"role": "user", "content": "Anna"}]}\n')
+    (tmp_path / "qa.jsonl").write_text(
+        '{"prompt": "Tom", "answer": "3"}\n{"messages": [{"role": "user", "content": "Anna"}], "answer": "So #### 4"}\n'
+    )
     for line in block.strip().splitlines():
         python, dash_m, module, *arguments = shlex.split(line, comments=True)
         assert (python, dash_m) == ("python", "-m")

@@ -60,9 +60,22 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
     assert "W=4, tau=inf, lambda=0: 0% exact, " in capsys.readouterr().err
 
 
+def test_questions_of_a_file_take_the_place_of_a_task(monkeypatch, capsys, model_dir, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "Q: 1 + 1? A:", "answer": "2"}\n' * 3)
+    flags = ("--questions", str(tmp_path / "mine.jsonl"), "--windows", "4", "--thresholds", "0.4", "--penalties", "0",
+             "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
+    command.main()
+    results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
+    assert (results["ar"]["task"], results["ar"]["n"], results["points"][0]["n"]) == ("mine", 3, 3)
+    assert "streaming on mine" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (("--questions", "q.jsonl", "--task", "counting"), "--task does nothing here; use it without --questions"),
+        (("--match", "text"), "--match does nothing here; use it with --questions"),
         (("--limit", "0"), "--limit 0: must be at least 1"),
         (("--windows", "0"), "--windows 0: must be at least 1"),
         (("--entropy-threshold", "1"), "--entropy-threshold does nothing here; use --thresholds"),

@@ -19,6 +19,7 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
+from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
 from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task, task
@@ -36,8 +37,10 @@ class Cacheability:
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
-    limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
-    """Held-out problems a task."""
+    questions: QuestionsFlag = None
+    match: MatchFlag = "number"
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Problems a task at most; if not given 100, and all of --questions."""
     thresholds: tuple[float, ...] = (0.1, 0.4, 1.0)
     """tau of streaming, in nats."""
     fill_rules: tuple[Literal["each", "run"], ...] = ("each", "run")
@@ -79,8 +82,12 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     settings = settings_of(args)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), [task(name) for name in args.tasks]
-    problems = {of.name: of.problems(args.limit, 0) for of in chosen}
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    if args.questions is None:
+        chosen, most = [task(name) for name in args.tasks], 100
+    else:
+        chosen, most = [questions(model, args.questions, args.match, args.decode.max_new_tokens)], EVERY
+    problems = {of.name: of.problems(args.limit or most, 0) for of in chosen}
     measured: dict[str, tuple[Row, list[Point]]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=(1 + len(settings)) * sum(map(len, problems.values())))
@@ -152,6 +159,9 @@ def main() -> None:
         "entropy_threshold": "--thresholds", "fill_rule": "--fill-rules", "confidence_threshold": "--confidences",
     }  # fmt: skip
     refuse_beside(args.decode, instead)
+    refuse_beside(
+        args, {"match": "it with --questions"} if args.questions is None else {"tasks": "it without --questions"}
+    )
     if args.decode.decoder != DecodeConfig.decoder:
         raise UserError(
             f"--decoder {args.decode.decoder}: streaming, block-wise and verified are compared; leave it out"

@@ -3,6 +3,7 @@
 python -m wedlm_jax.evaluate --exp quickstart
 python -m wedlm_jax.evaluate --exp sft evaluation.text_prompts=8 evaluation.max_new_tokens=64
 python -m wedlm_jax.evaluate --model exports/quickstart --task counting --decoder verified
+python -m wedlm_jax.evaluate --model DIR --questions gsm8k.jsonl --max-new-tokens 512 --decoder verified
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
-from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
+from wedlm_jax.evals.problems import draw, tasks_of
+from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
+from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
-from wedlm_jax.evals.tasks import Task, document_continuation, task, text_continuation
+from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
-from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
@@ -68,8 +71,10 @@ class Evaluate:
     adapter: AdapterFlag = None
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""
+    questions: QuestionsFlag = None
+    match: MatchFlag = "number"
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Problems a task at most, instead of what the experiment says (with --model: 100)."""
+    """Problems a task at most, instead of what the experiment says (with --model: 100, of --questions all)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
     WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where overrides,
@@ -96,6 +101,7 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
     if args.adapter is not None:
         raise UserError("--adapter goes with --model DIR; an experiment has its own")
+    refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match")})
     if others := [text for text in args.overrides if not text.startswith("evaluation.")]:
         raise UserError(f"{others[0]}: only evaluation.field=value can be set here; the rest is as it was trained")
     named = load_experiment(name, args.overrides)
@@ -111,14 +117,10 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     experiment = dataclasses.replace(trained, evaluation=named.evaluation)
     if changed := differences(trained.to_dict()["evaluation"], experiment.to_dict()["evaluation"]):
         print(f"note: not as the training was told (evaluation: {'; '.join(changed)})", file=sys.stderr)
+    only = None if args.task is None else task(args.task)
     config = experiment.evaluation
-    chosen = config.tasks if args.task is None else (args.task,)
-    tasks = [(task(t), args.limit or config.problems_per_task) for t in chosen]
-    problems = [(t, draw(t, limit, config.seed)) for t, limit in tasks]
     models = {ADAPTED: load_exact(f"{workdir}{step_name}")}
-    if config.text_prompts and args.task is None:
-        text = continuation(experiment, models[ADAPTED])
-        problems.append((text, draw(text, args.limit or config.text_prompts, config.seed)))
+    problems = tasks_of(config, experiment.data, models[ADAPTED], only, args.limit)
     if (begun := ModelFile.read(workdir).init_from or experiment.init_from) is not None:
         base, kept = pretrained.split_step(begun)
         if isinstance(kept, int) and kept not in saved_steps(base):
@@ -133,40 +135,28 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
 
 
 def plan_model(args: Evaluate, path: str) -> Plan:
-    """What `--model DIR --task NAME` asks for: one decoder against AR of the same weights."""
-    if args.task is None:
-        raise UserError("--model needs --task: word_problems, counting or copying")
+    """What `--model DIR` with --task or --questions asks for: one decoder against AR of the same weights."""
+    if (args.task is None) == (args.questions is None):
+        raise UserError("--model needs one of --task (word_problems, counting or copying) and --questions FILE")
     if args.workdir is not None:
         raise UserError("--workdir goes with --exp; give the directory as --model DIR")
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: goes with --exp; with --model the flags of decoders do")
-    config = dataclasses.replace(EvaluationConfig(), tasks=(args.task,))
-    chosen = task(args.task)
-    problems = draw(chosen, args.limit or config.problems_per_task, config.seed)
+    refuse_beside(args, {} if args.questions is not None else {"match": "it with --questions"})
+    config, named = EvaluationConfig(), None if args.task is None else task(args.task)
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
+    if args.questions is not None:
+        chosen, most = questions(model, args.questions, args.match, args.decode.max_new_tokens), EVERY
+    else:
+        assert named is not None
+        chosen, most = named, config.problems_per_task
+    problems = draw(chosen, args.limit or most, config.seed)
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
     return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
-
-
-def continuation(experiment: Experiment, model: Model) -> Task:
-    """Held-out text to go on with: of whole files where the data are code, else behind the prompts of the documents."""
-    config, data = experiment.evaluation, experiment.data
-    if data.source == "stdlib_code":
-        return text_continuation(code_files("held_out", data.path), config.text_prompt_characters)
-    assert model.tokenizer is not None  # a workdir has one
-    return document_continuation(data, model.tokenizer, model.config.max_position_embeddings - config.max_new_tokens)
-
-
-def draw(of: Task, limit: int, seed: int) -> list[Problem]:
-    if problems := of.problems(limit, seed):
-        return problems
-    raise UserError(
-        f"task {of.name} has no held-out problem to give; lower evaluation.text_prompt_characters or add files"
-    )
 
 
 def load_exact(path: str, adapter: str | None = None) -> Model:
@@ -192,6 +182,8 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
         )  # fmt: skip
     title = f"{plan.title}: held-out problems, batches of {plan.config.batch_size}, {device()}"
     console.print(results_table(rows, title))
+    for line in cut_short(rows):
+        console.print(line, style="yellow")
     results = as_results(plan, rows)
     if plan.experiment is not None and plan.config.held_out_files:
         if plan.experiment.data.source == "stdlib_code":
@@ -317,8 +309,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 def main() -> None:
     end_with_study()
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__)
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit}: must be at least 1")
+    require_positive(args, "limit")
     try:
         if args.exp is not None and args.model is None:
             plan = plan_experiment(args, args.exp)

@@ -77,7 +77,7 @@ def each_once(flags: Flags) -> Flags:
 
 
 def require_positive(flags: Any, *names: str) -> None:
-    """Refuses a flag that is below 1, or a list flag that is empty or holds a number below 1.
+    """Refuses a flag that is given and below 1, or a list flag that is empty or holds a number below 1.
 
     Raises:
       UserError: names the flag.
@@ -87,7 +87,7 @@ def require_positive(flags: Any, *names: str) -> None:
         if isinstance(value, tuple):
             require_some(flags, name)
             value = min(value)
-        if value < 1:
+        if value is not None and value < 1:
             raise UserError(f"{_spelled(name)} {value}: must be at least 1")
 
 

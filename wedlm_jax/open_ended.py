@@ -24,7 +24,7 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompt_file import read_prompts
-from wedlm_jax.decode.prompts import render_messages
+from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
@@ -90,15 +90,7 @@ def prompts_of(args: OpenEndedFlags, model: Model, console: Console) -> tuple[di
             )
         texts = {f"excerpt {i} of --characters {args.characters}": prompt for i, (prompt, _) in enumerate(pairs, 1)}
         return texts, [rest for _, rest in pairs] if args.mauve else None
-    texts = {}
-    for name, prompt in read_prompts(args.input)[: args.limit]:
-        if isinstance(prompt, str):
-            texts[name] = prompt
-        elif isinstance(prompt[0], dict):
-            texts[name] = render_messages(model, prompt, name)  # type: ignore[arg-type]
-        else:
-            raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
-    return texts, None
+    return {name: prompt_text(model, prompt, name) for name, prompt in read_prompts(args.input)[: args.limit]}, None
 
 
 def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:

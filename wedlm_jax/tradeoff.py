@@ -2,6 +2,7 @@
 
 python -m wedlm_jax.tradeoff --model exports/quickstart --task word_problems --out tradeoff
 python -m wedlm_jax.tradeoff --model exports/quickstart --task counting --windows 8 16 32 --thresholds 0.1 0.4 inf
+python -m wedlm_jax.tradeoff --model DIR --questions gsm8k.jsonl --limit 200 --max-new-tokens 512 --out tradeoff
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rich.progress import Progress
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.evals.show import device, points_table
+from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
+from wedlm_jax.evals.show import cut_short, device, points_table
 from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.evals.tradeoff import (
@@ -43,8 +45,10 @@ class Tradeoff:
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
     task: Literal["word_problems", "counting", "copying"] = "word_problems"
-    limit: Annotated[int, tyro.conf.arg(metavar="N")] = 100
-    """Held-out problems."""
+    questions: QuestionsFlag = None
+    match: MatchFlag = "number"
+    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Problems at most; if not given 100 of a task, and all of --questions."""
     windows: tuple[int, ...] = (16,)
     """W."""
     thresholds: tuple[float, ...] = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, float("inf"))
@@ -63,9 +67,13 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    model, chosen = pretrained.load(args.model, args.dtype, adapter=args.adapter), task(args.task)
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
-    problems = chosen.problems(args.limit, 0)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    if args.questions is None:
+        chosen, most = task(args.task), 100
+    else:
+        chosen, most = questions(model, args.questions, args.match, args.decode.max_new_tokens), EVERY
+    problems = chosen.problems(args.limit or most, 0)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=(1 + len(settings)) * len(problems))
 
@@ -81,11 +89,13 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
             model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
         )
     changes = args.decode.changes(Tradeoff.decode.by(args.decode.decoder))
-    heading = f"{args.model}: {args.decode.decoder} on {args.task}"
+    heading = f"{args.model}: {args.decode.decoder} on {chosen.name}"
     title = ", ".join([heading, f"n = {ar.n}", f"batches of {args.batch_size}", device(), *changes])
     console.print(points_table(ar, points, title, starred=pareto_front(points) if ar.accuracy else ()))
     for line in findings(ar, points):
         console.print(line)
+    for line in cut_short([ar]):
+        console.print(line, style="yellow")
     if args.out is not None:
         save_figure(args.out / "tradeoff.png", plot_tradeoff(ar, points, title))
         console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
@@ -137,6 +147,9 @@ def _failures(points: list[Point], accuracy: float, whose: str) -> str:
 def main() -> None:
     args = each_once(parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__))
     require_positive(args, "windows", "limit", "batch_size")
+    refuse_beside(
+        args, {"match": "it with --questions"} if args.questions is None else {"task": "it without --questions"}
+    )
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
     refuse_beside(args.decode, gridded)
     require_some(args, "thresholds", "penalties")

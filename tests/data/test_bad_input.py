@@ -81,6 +81,10 @@ BAD_LINES = {
         conversation(USER, {"role": "assistant", "content": "x", "function_call": {"name": "look", "arguments": "{}"}}),
         "message 1: function_call is OpenAI's earlier form of a call; write it as tool_calls",
     ),
+    "functions in OpenAI's earlier form": (
+        json.dumps({"messages": [USER, {"role": "assistant", "content": "x"}], "functions": [{"name": "look"}]}),
+        "functions is OpenAI's earlier form of tools; write",
+    ),
     "a call whose arguments are no object": (
         conversation(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "x"}}]}),
         "message 1: the arguments of a call are text that is no JSON object",

@@ -26,7 +26,11 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_BESIDE_MESSAGES = ("system", "tools")  # a system prompt, and descriptions of functions for the template
+_BESIDE_MESSAGES = (
+    "system",
+    "tools",
+    "functions",
+)  # a system prompt, and descriptions of functions, as OpenAI once called them
 
 
 def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tuple[str, ...]]:
@@ -72,6 +76,10 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     values = [_plain(fields[column]) for column in columns]
     if kind == "messages":
         beside = {name: _plain(fields.get(name)) for name in _BESIDE_MESSAGES}
+        if beside["functions"] is not None:
+            raise BadRecord(
+                'functions is OpenAI\'s earlier form of tools; write {"type": "function", "function": ...} of each there'
+            )
         return Chat([*_system(beside["system"]), *_messages(values[0], columns[0])], _tools(beside["tools"]))
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":

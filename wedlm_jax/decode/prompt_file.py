@@ -22,6 +22,11 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
     Raises:
       UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
     """
+    return [(name, prompt_in(record, name)) for name, record in read_objects(path, flag)]
+
+
+def read_objects(path: Path, flag: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file of prompts, one a line, each with its name `file:line`. Raises as `read_prompts`."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -30,10 +35,10 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
     if not lines:
         raise UserError(f'{flag} {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
     names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
-    return [(name, _parse_prompt(line, name)) for name, line in zip(names, lines, strict=True)]
+    return [(name, _parse_object(line, name)) for name, line in zip(names, lines, strict=True)]
 
 
-def _parse_prompt(line: bytes, name: str) -> Prompt:
+def _parse_object(line: bytes, name: str) -> dict[str, Any]:
     if not line.strip():
         raise UserError(f"{name}: the line is empty; remove it or write a prompt")
     try:
@@ -46,6 +51,15 @@ def _parse_prompt(line: bytes, name: str) -> Prompt:
         raise UserError(f"{name}: JSON that cannot be read ({error}); write one plain object a line") from error
     if not isinstance(record, dict):
         raise UserError(f'{name}: not a JSON object; write {{"prompt": ...}}')
+    return record
+
+
+def prompt_in(record: dict[str, Any], name: str) -> Prompt:
+    """The one prompt that an object holds, and nothing beside it.
+
+    Raises:
+      UserError: beginning with `name`.
+    """
     for key in record:
         if key not in KINDS:
             raise UserError(f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}")

@@ -37,6 +37,19 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     return ids
 
 
+def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
+    """A prompt as text: messages as the chat template writes them.
+
+    Raises:
+      UserError: for token ids, and as `render_messages`.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt[0], Mapping):
+        return render_messages(model, prompt, name)  # type: ignore[arg-type]
+    raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
+
+
 def digest_of(prompts: Sequence[Sequence[int]]) -> str:
     """By which token ids of prompts are told from others."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

@@ -6,6 +6,8 @@ import dataclasses
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError
+from wedlm_jax.evals.scoring import Match
+from wedlm_jax.evals.tasks import task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,6 +15,10 @@ class EvaluationConfig:
     """Held-out tasks and text, and the decoders that are compared on them."""
 
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
+    questions: str | None = (
+        None  # a file of your own, {"prompt" or "messages": ..., "answer": ...} a line: one more task, of all its lines
+    )
+    match: Match = "number"  # what of a completion has to equal the same of its answer: evals/scoring.py
     problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n
     held_out_files: int = 0  # files of stdlib_code whose bits per byte are measured; 0 = none
     masked_loss_rows: int = 0  # held-out rows whose masked-token loss is measured; 0 = none
@@ -33,6 +39,8 @@ class EvaluationConfig:
     seed: int = 0  # which held-out problems
 
     def __post_init__(self) -> None:
+        for name in self.tasks:
+            task(name)
         for name in ("problems_per_task", "text_prompt_characters", "batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be at least 1")

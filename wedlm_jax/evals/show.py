@@ -58,6 +58,16 @@ def points_table(ar: Row, points: Sequence[Point], title: str, starred: Sequence
     return table
 
 
+def cut_short(rows: Sequence[Row]) -> list[str]:
+    """A line for each AR row of a task with answers in which completions were cut: that may cost answers, not only speed."""
+    return [
+        f"{row.task}, {row.label}: {row.unfinished} of {row.n} completions were cut at "
+        f"max_new_tokens={row.settings['max_new_tokens']}; raise it where answers come later"
+        for row in rows
+        if row.accuracy is not None and row.unfinished and row.settings["decoder"] == "ar"
+    ]
+
+
 def _cells(row: Row) -> tuple[str, ...]:
     match = "-"
     if row.accuracy is not None and row.low is not None and row.high is not None:

@@ -1,0 +1,53 @@
+"""Questions of a file become problems in its order, scored by the chosen part of the answer; a bad line is named."""
+
+import json
+
+import pytest
+
+from tests.evals.models import tiny_model
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.questions import EVERY, questions
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_every_line_is_a_problem_scored_by_its_number(tmp_path):
+    records = [{"prompt": f"Q: {i}? A:", "answer": f"{i} + 1\n#### {i + 1}"} for i in range(5)]
+    task = questions(tiny_model(), write(tmp_path / "sums.jsonl", *records), "number", 8)
+    problems = task.problems(EVERY, 3)
+    assert task.name == "sums" and [p.prompt for p in problems] == [r["prompt"] for r in records]
+    assert task.problems(2, 0) == problems[:2]
+    assert (
+        task.score(problems[1], " it is 2.0") and not task.score(problems[1], " 3") and not task.score(problems[1], "")
+    )
+
+
+def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):
+    model = tiny_model()
+    messages = [{"role": "user", "content": "B or C?"}]
+    task = questions(model, write(tmp_path / "q.jsonl", {"messages": messages, "answer": "C"}), "choice", 8)
+    (problem,) = task.problems(EVERY, 0)
+    assert problem.prompt == model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert task.score(problem, "The answer is C") and not task.score(problem, "B")
+
+
+@pytest.mark.parametrize(
+    ("record", "match", "complaint"),
+    [
+        ({"prompt": "x"}, "number", "answer must be a string"),
+        ({"prompt": "x", "answer": 3}, "number", "answer must be a string"),
+        ({"prompt": "x", "answer": "three"}, "number", "no number in the answer 'three'; give one, or match"),
+        ({"prompt": "x", "answer": "3"}, "choice", "no choice in the answer '3'"),
+        ({"prompt": "x", "answer": " "}, "text", "no text in the answer"),
+        ({"question": "x", "answer": "3"}, "number", "unknown key 'question'; give one of prompt, messages"),
+        ({"prompt_ids": [5], "answer": "3"}, "number", "prompt_ids are no text"),
+        ({"prompt": "a " * 600, "answer": "3"}, "number", "exceed the model's context of 512"),
+    ],
+)
+def test_a_line_that_cannot_be_asked_or_scored_is_named(tmp_path, record, match, complaint):
+    path = write(tmp_path / "q.jsonl", {"prompt": "ok", "answer": "#### 3, that is B"}, record)
+    with pytest.raises(UserError, match=f"q.jsonl:2: .*{complaint}"):
+        questions(tiny_model(), path, match, 8)

@@ -1,0 +1,66 @@
+"""Questions of your own: a JSONL file of prompts, each with its answer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from wedlm_jax.data.quickstart_tasks import Problem
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.generation import make_request
+from wedlm_jax.decode.prompt_file import prompt_in, read_objects
+from wedlm_jax.decode.prompts import prompt_text
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals.scoring import ANSWER, Match
+from wedlm_jax.evals.tasks import Task
+from wedlm_jax.model.handle import Model
+
+EVERY = sys.maxsize  # as a limit
+
+QuestionsFlag = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE.jsonl",
+        help='Instead of a task, your questions: {"prompt": str, "answer": str} or {"messages": [...], "answer": str} a line.',
+    ),
+]
+MatchFlag = Annotated[
+    Match,
+    tyro.conf.arg(
+        help="With --questions, what has to equal that of the answer: the number (behind ####, else the last one), the choice "
+        "(a letter A to H behind the word answer, else the first one that stands alone), or the whole text."
+    ),
+]
+
+
+def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag: str = "--questions") -> Task:
+    """A task of the questions of a file, `{"prompt": ..., "answer": ...}` or `{"messages": [...], "answer": ...}` a line.
+
+    Args:
+      model: whose chat template writes messages, and whose context has to hold every question and its completion.
+      path: the file; the task is named after it. Its problems come in the order of the lines, whatever the seed.
+      match: what of a completion has to equal the same of the answer (`evals/scoring.py`).
+      max_new_tokens: of a completion.
+      flag: that named the file, for errors.
+
+    Raises:
+      UserError: naming file and line, where one cannot be read, asked or scored.
+    """
+    answer_in = ANSWER[match]
+    problems = []
+    for name, record in read_objects(path, flag):
+        if not isinstance(answer := record.pop("answer", None), str):
+            raise UserError(f'{name}: answer must be a string; write {{"prompt": ..., "answer": "18"}}')
+        prompt = prompt_text(model, prompt_in(record, name), name)
+        make_request(model, prompt, DecodeConfig(decoder="ar", max_new_tokens=max_new_tokens), row=0, name=name)
+        if (expected := answer_in(answer)) is None:
+            raise UserError(f"{name}: no {match} in the answer {answer!r:.80}; give one, or match something else")
+        problems.append(Problem(path.stem, prompt, answer, expected))
+
+    def score(problem: Problem, completion: str) -> bool:
+        return answer_in(completion) == problem.answer
+
+    return Task(path.stem, lambda limit, seed: problems[:limit], score)
