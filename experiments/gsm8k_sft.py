@@ -4,8 +4,12 @@
     python -m wedlm_jax.train --exp gsm8k_sft model.path=DIR
 
 The first command downloads and prepares the data (it needs TensorFlow, once; the training does not). 400 steps of 16 rows of
-1,024 tokens. Problems of the `test` split are not read. Settings otherwise as `sft`; run by us on a dataset of this form that a
-test makes, never on GSM8K itself.
+1,024 tokens. Problems of the `test` split are not read; a file of them (docs/measuring.md, "Questions of your own") is scored
+before and after, by every decoder:
+
+    python -m wedlm_jax.evaluate --exp gsm8k_sft evaluation.questions=gsm8k.jsonl evaluation.max_new_tokens=512
+
+Settings otherwise as `sft`; run by us on a dataset of this form that a test makes, never on GSM8K itself.
 """
 
 import dataclasses

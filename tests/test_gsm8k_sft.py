@@ -1,11 +1,13 @@
-"""gsm8k_sft trains on a prepared tfds dataset of GSM8K's form, built here from our own problems without a download."""
+"""gsm8k_sft trains on a prepared tfds dataset of GSM8K's form, made of our own problems, and is scored on others."""
 
+import json
 import sys
 
 import tensorflow_datasets as tfds
 
 from tests.test_notebooks import chat_model  # noqa: F401  a fixture
 from wedlm_jax.data.quickstart_tasks import draw
+from wedlm_jax.evaluate import main as evaluate
 from wedlm_jax.metrics import read_metrics
 from wedlm_jax.train import main
 
@@ -32,7 +34,7 @@ class Problems(tfds.core.GeneratorBasedBuilder, skip_registration=True):
             }  # fmt: skip
 
 
-def test_gsm8k_sft_trains_on_a_prepared_dataset(chat_model, tmp_path, monkeypatch):  # noqa: F811
+def test_gsm8k_sft_trains_on_a_prepared_dataset_and_is_scored_on_questions(chat_model, tmp_path, monkeypatch):  # noqa: F811
     builder = Problems(data_dir=tmp_path, file_format="array_record")
     builder.download_and_prepare()
     overrides = [f"model.path={chat_model}", f"data.path={builder.data_dir}", "data.row_length=128"]
@@ -43,3 +45,19 @@ def test_gsm8k_sft_trains_on_a_prepared_dataset(chat_model, tmp_path, monkeypatc
     main()
     (line,) = read_metrics(tmp_path / "run")
     assert line["step"] == 2 and line["tokens"] > 200 and line.get("skipped_records", 0) == 0
+
+    problems = [draw("word_problems", "held_out", 0, i) for i in range(3)]
+    records = [
+        {"messages": [{"role": "user", "content": problem.prompt}], "answer": problem.solution} for problem in problems
+    ]
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    fields = {"questions": tmp_path / "gsm8k.jsonl", "max_new_tokens": 4, "text_prompts": 0, "masked_loss_rows": 0}
+    monkeypatch.setattr(
+        sys, "argv",
+        ["evaluate", "--exp", "gsm8k_sft", "--workdir", str(tmp_path / "run"), "--out", str(tmp_path / "scores")]
+        + [f"evaluation.{name}={value}" for name, value in fields.items()],
+    )  # fmt: skip
+    evaluate()
+    rows = json.loads((tmp_path / "scores" / "results.json").read_text())["rows"]
+    assert {row["label"] for row in rows} >= {"AR, base", "AR, adapted", "streaming, tau=0.4", "verified"}
+    assert all((row["task"], row["n"]) == ("gsm8k", 3) and row["accuracy"] is not None for row in rows)
