@@ -83,6 +83,36 @@ def test_filters_keep_the_likeliest_by_their_places_and_ties_with_the_last_of_th
     assert kept[5, 1.0] == kept[0, 1.0] == [0, 1, 2, 3, 5]
 
 
+@pytest.mark.parametrize("V", [1, 2, 63, 64, 65, 1000])
+def test_filters_keep_what_sorting_would(V):
+    """Rows with top-k, top-p, both and none side by side, logits with many ties, zeros of both signs and impossible tokens."""
+    random = np.random.default_rng(V)
+    B, T = 24, 5
+    logits = np.round(random.normal(size=(B, T, V)) * 8) / 4
+    logits[logits == 0] = random.choice([0.0, -0.0], size=(logits == 0).sum())
+    logits[:, :, 1:] = np.where(random.random((B, T, V - 1)) < 0.2, -np.inf, logits[:, :, 1:])
+    top_k = random.choice([0, 1, 2, 7, 63, V, 2 * V], size=B)
+    top_p = random.choice([1.0, 0.999, 0.9, 0.5, 0.1, 1e-30], size=B)
+    kept = np.isfinite(jax.jit(filter_logits)(*(jnp.asarray(x, t) for x, t in
+        ((logits, "float32"), (top_k, "int32"), (top_p, "float32")))))  # fmt: skip
+    near_a_limit = 0
+    for b, t in np.ndindex(B, T):
+        row = logits[b, t]
+        order = np.argsort(-row, kind="stable")
+        least = row[order[min(top_k[b] or V, V) - 1]]
+        p = np.where(row >= least, np.exp(row - row.max()), 0)
+        before = np.concatenate([[0], np.cumsum(p[order] / p.sum())[:-1]])
+        expected = np.zeros(V, bool)
+        expected[order] = (before < top_p[b]) & (p[order] > 0)
+        expected[order[0]] = True
+        # Sums in float32 may fall on the other side of a limit that a cumulated probability meets to seven digits.
+        if np.abs(before[1:] - top_p[b]).min(initial=1) < 1e-6 and top_p[b] < 1:
+            near_a_limit += 1
+            continue
+        assert kept[b, t].tolist() == expected.tolist(), (b, t, top_k[b], top_p[b])
+    assert near_a_limit < B * T / 10
+
+
 def test_draws_follow_the_filtered_distribution():
     """Noise per position makes fair draws: frequencies over many positions meet the probabilities."""
     config = DecodeConfig(temperature=0.7, top_k=6, top_p=0.95, ban_mask=False)

@@ -39,9 +39,14 @@ def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):
     [
         ({"prompt": "x"}, "number", "answer must be a string"),
         ({"prompt": "x", "answer": 3}, "number", "answer must be a string"),
-        ({"prompt": "x", "answer": "three"}, "number", "no number in the answer 'three'; give one, or match"),
-        ({"prompt": "x", "answer": "3"}, "choice", "no choice in the answer '3'"),
-        ({"prompt": "x", "answer": " "}, "text", "no text in the answer"),
+        (
+            {"prompt": "x", "answer": "three"},
+            "number",
+            "the answer 'three' has no number, or several; write #### before",
+        ),
+        ({"prompt": "x", "answer": "1/2"}, "number", "the answer '1/2' has no number, or several"),
+        ({"prompt": "x", "answer": "3"}, "choice", "the answer '3' names no letter A to J"),
+        ({"prompt": "x", "answer": " "}, "text", "the answer ' ' is empty"),
         ({"question": "x", "answer": "3"}, "number", "unknown key 'question'; give one of prompt, messages"),
         ({"prompt_ids": [5], "answer": "3"}, "number", "prompt_ids are no text"),
         ({"prompt": "a " * 600, "answer": "3"}, "number", "exceed the model's context of 512"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import chex
 import jax
@@ -53,18 +54,63 @@ def position_noise(key: jax.Array, positions: jax.Array, V: int) -> jax.Array:
 def filter_logits(logits: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
     """Sets to -inf what top-k, and then top-p on what is left, exclude.
 
+    Nothing is sorted, which costs more than a forward where the vocabulary is large: what is looked for is the least logit that
+    stays, a bit of it at a time.
+
     Args:
       logits: float32 [B, T, V].
       top_k: int32 [B]; 0 = off. Ties with the k-th are kept.
-      top_p: float32 [B]; the token that crosses the limit is kept.
+      top_p: float32 [B]; the token that crosses the limit is kept. Of ties with it those that come first.
     """
-    V = logits.shape[-1]
-    k = jnp.where(top_k > 0, jnp.minimum(top_k, V), V)[:, None, None]
-    order, place = jnp.argsort(-logits, axis=-1, stable=True), jnp.arange(V)
-    descending = jnp.take_along_axis(logits, order, axis=-1)
-    # The first by their places: XLA may compute both sides of a comparison apart, and round them apart.
-    kept = (place < k) | (descending >= jnp.take_along_axis(descending, k - 1, axis=-1))
-    p = jax.nn.softmax(jnp.where(kept, descending, -jnp.inf), axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    kept &= (place == 0) | (before < top_p[:, None, None]) | (top_p >= 1)[:, None, None]
-    return jnp.where(jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1), logits, -jnp.inf)
+    keys = _ordered(logits)
+
+    def by_count() -> jax.Array:
+        k = jnp.where(top_k > 0, jnp.minimum(top_k, logits.shape[-1]), logits.shape[-1])[:, None]
+        kth = _largest(lambda key: jnp.sum(keys >= key[..., None], axis=-1) >= k, keys.shape[:2])
+        return keys >= kth[..., None]
+
+    kept = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda: jnp.ones_like(keys, bool))
+    kept &= jax.lax.cond(
+        jnp.any(top_p < 1),
+        lambda: _nucleus(keys, jax.nn.softmax(jnp.where(kept, logits, -jnp.inf), axis=-1), top_p[:, None]),
+        lambda: jnp.ones_like(kept),
+    )
+    return jnp.where(kept, logits, -jnp.inf)
+
+
+def _nucleus(keys: jax.Array, p: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Whether the mass of the tokens before each, by their keys and then by their places, is below top_p: bool [B, T, V].
+
+    Args:
+      keys: uint32 [B, T, V], in the order of p.
+      p: float32 [B, T, V], probabilities.
+      top_p: float32 [B, 1].
+    """
+
+    def mass(of: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(of, p, 0), axis=-1)
+
+    last = _largest(lambda key: mass(keys >= key[..., None]) >= top_p, keys.shape[:2])[..., None]
+    above, ties, place = keys > last, keys == last, jnp.arange(keys.shape[-1], dtype=jnp.uint32)
+    # So many of the ties stay that the limit is crossed, the first of all tokens in any case.
+    most = jnp.ceil((top_p - mass(above)) / jnp.max(jnp.where(ties, p, 0), axis=-1))
+    most = jnp.clip(most, 1, keys.shape[-1])
+    bits = keys.shape[-1].bit_length()
+    end = _largest(lambda end: jnp.sum(ties & (place < end[..., None]), axis=-1) < most, keys.shape[:2], bits)
+    return above | (ties & (place <= end[..., None])) | (top_p >= 1)[..., None]
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """uint32 that are ordered as the float32 are; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int = 32) -> jax.Array:
+    """The largest uint32 of so many bits for which something holds that holds from 0 up to it: bit by bit, from the highest."""
+
+    def decide(i: jax.Array, found: jax.Array) -> jax.Array:
+        candidate = found | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return jax.lax.fori_loop(0, bits, decide, jnp.zeros(shape, jnp.uint32))

@@ -14,10 +14,15 @@ from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompt_file import prompt_in, read_objects
 from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.scoring import ANSWER, Match
+from wedlm_jax.evals.scoring import ANSWER, EXPECTED, Match
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
+_NO_ANSWER: dict[Match, str] = {
+    "number": "has no number, or several; write #### before the one that counts, or take --match text",
+    "choice": "names no letter A to J; write one, or take --match text",
+    "text": "is empty; write one",
+}
 EVERY = sys.maxsize  # as a limit
 
 QuestionsFlag = Annotated[
@@ -31,7 +36,7 @@ MatchFlag = Annotated[
     Match,
     tyro.conf.arg(
         help="With --questions, what has to equal that of the answer: the number (behind ####, else the last one), the choice "
-        "(a letter A to H behind the word answer, else the first one that stands alone), or the whole text."
+        "(a letter A to J that is named, as in 'the answer is C', begins the text or stands alone last), or the whole text."
     ),
 ]
 
@@ -56,8 +61,8 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
             raise UserError(f'{name}: answer must be a string; write {{"prompt": ..., "answer": "18"}}')
         prompt = prompt_text(model, prompt_in(record, name), name)
         make_request(model, prompt, DecodeConfig(decoder="ar", max_new_tokens=max_new_tokens), row=0, name=name)
-        if (expected := answer_in(answer)) is None:
-            raise UserError(f"{name}: no {match} in the answer {answer!r:.80}; give one, or match something else")
+        if (expected := EXPECTED[match](answer)) is None:
+            raise UserError(f"{name}: the answer {answer!r:.80} {_NO_ANSWER[match]}")
         problems.append(Problem(path.stem, prompt, answer, expected))
 
     def score(problem: Problem, completion: str) -> bool:

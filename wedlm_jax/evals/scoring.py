@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Literal
 
 Match = Literal["number", "choice", "text"]
 
-_NUMBER = re.compile(r"(?<![\d.])(?P<minus>(?<!\w)-\$?)?\$?(?P<digits>\d+(?:,\d{3})*(?:\.\d+)?)")
-_CHOICE = re.compile(r"(?<!\w)[A-H](?!\w)")
+_NUMBER = re.compile(
+    r"(?<![0-9.])(?P<minus>(?<!\w)-)?[$€£¥₹]?(?P<digits>(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
+)
+_MARKED = re.compile(r"####[ \t]*" + _NUMBER.pattern)
+# A and I that begin or go on a sentence are words: "A train", "I think", but not "A because".
+_LETTER = r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
+_NAMED = re.compile(rf"\b(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*\"']*({_LETTER})")
+_FIRST = re.compile(rf"\s*[(\[*\"']*({_LETTER})")
+_ALONE = re.compile(r"\W*([a-jA-J])\W*")
 
 
 def number(text: str) -> str | None:
-    """The first number behind the last `####`, as GSM8K writes its answers; without that mark the last number of the text.
+    """The number behind the first `####` that has one, as GSM8K writes its answers; else the last number of the text.
 
-    Signs of currencies, commas between thousands and zeros that change no value are left out: `-$1,200.50` is -1200.5.
+    It is written in one form, without signs of currencies, commas between thousands, exponents and zeros that change no value:
+    `-$1,200.50` is -1200.5.
     """
-    _, mark, marked = text.rpartition("####")
-    found = list(_NUMBER.finditer((marked if mark else text).replace("\N{MINUS SIGN}", "-")))
-    if not found:
+    text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
+    found = _MARKED.search(text) or next(reversed(list(_NUMBER.finditer(text))), None)
+    if found is None:
         return None
-    chosen = found[0 if mark else -1]
-    whole, _, decimals = chosen["digits"].replace(",", "").partition(".")
+    whole, _, decimals = f"{Decimal(found['digits'].replace(',', '')):f}".partition(".")
     value = f"{whole.lstrip('0') or '0'}.{decimals.rstrip('0')}".rstrip(".")
-    return f"-{value}" if chosen["minus"] and value != "0" else value
+    return f"-{value}" if found["minus"] and value != "0" else value
+
+
+def only_number(text: str) -> str | None:
+    """`number` of an answer to score by, which holds no other one beside it, unless it is marked: 1/2 and 8:30 are none."""
+    return number(text) if _MARKED.search(text) or len(_NUMBER.findall(text)) == 1 else None
 
 
 def choice(text: str) -> str | None:
-    """The first letter A to H that stands alone, behind the last word `answer` where there is one."""
-    *_, behind = re.split("answer", text, flags=re.IGNORECASE)
-    found = _CHOICE.search(behind)
-    return found.group() if found else None
+    """A letter A to J: the first that is named, as in "the answer is (C)" or "Option: C"; else one that the text begins with;
+    else the last one that stands alone. Where there is nothing but a letter, a small one too."""
+    if (alone := _ALONE.fullmatch(text)) is not None:
+        return alone[1].upper()
+    if (found := _NAMED.search(text) or _FIRST.match(text)) is not None:
+        return found[1]
+    return next(reversed(re.findall(_LETTER, text)), None)
 
 
 def whole(text: str) -> str | None:
@@ -39,4 +55,6 @@ def whole(text: str) -> str | None:
     return text.strip() or None
 
 
+# What a completion says, and what an answer to score by has to say.
 ANSWER: Mapping[Match, Callable[[str], str | None]] = {"number": number, "choice": choice, "text": whole}
+EXPECTED: Mapping[Match, Callable[[str], str | None]] = {**ANSWER, "number": only_number}
