@@ -15,6 +15,7 @@ from benchmarks import (
     idle_rows,
     prompt_file,
     quickstart_seeds,
+    sampling,
     shapes,
     wall_clock,
 )
@@ -112,6 +113,14 @@ def test_admission_starts_the_same_requests_both_ways(tmp_path, monkeypatch, cap
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == ["4", "9"]
     assert all(float(cell) > 0 for row in rows for cell in row)
+
+
+def test_sampling_times_every_way_to_draw(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sampling", "--vocab-size", "300", "--slots", "1", "3", "--rounds", "1"])
+    sampling.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == ["1"] * 4 + ["3"] * 4 and rows[0][1] == "greedy"
+    assert all(float(row[3]) > 0 for row in rows)
 
 
 def test_idle_rows_times_the_same_request_beside_rows_that_hold_something_and_rows_that_do_not(
