@@ -15,13 +15,13 @@ from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices, ahead_of_time
 from wedlm_jax.absent_devices import CHIPS, canonical, devices
-from wedlm_jax.ahead_of_time import StepReport, compile_only
+from wedlm_jax.ahead_of_time import StepReport, compile_only, trace_step
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, ModelOverrides, load_experiment, override
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops import cross_entropy
-from wedlm_jax.program_costs import GATHERING, collectives
+from wedlm_jax.program_costs import GATHERING, collectives, matmul_flops
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train import main
 
@@ -86,6 +86,21 @@ def test_an_experiment_compiles_without_weights_or_data(eight_cpus_as_a_slice):
     assert report.arguments > 0 and report.outputs > 0
 
 
+def test_a_training_without_masks_is_told_of_the_step_that_it_runs():
+    """Less than half of the products of one with masks, whose rows are two streams."""
+    masked = override(EXPERIMENT, "train.batch_size=8")
+    plain = override(masked, f"objective.ar_steps={masked.train.steps}")
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    flops = [matmul_flops(trace_step(experiment, mesh).jaxpr.jaxpr) for experiment in (masked, plain)]
+    assert 0.25 < flops[1] / flops[0] < 0.5
+
+
+def test_rows_past_the_context_are_refused_as_training_does(eight_cpus_as_a_slice):
+    assert "data.row_length=65536 is past the model's context" in message_of(
+        override(EXPERIMENT, "data.row_length=65536", "train.batch_size=8"), "v5e:2x4"
+    )
+
+
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v5litepod:16x16", "v5 lite:16x16"])
 def test_aliases_of_a_chip(topology):
     assert canonical(topology) == "v5e:16x16"
@@ -135,7 +150,7 @@ def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(
 
 def test_a_mesh_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):
     experiment = dataclasses.replace(EXPERIMENT, mesh=MeshConfig(data=3))
-    assert "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices" in message_of(experiment, "v5e:2x4")
+    assert "mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 does not fit 8 devices" in message_of(experiment, "v5e:2x4")
 
 
 def test_a_batch_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):

@@ -347,7 +347,31 @@ def test_questions_of_a_file_are_scored_and_cut_completions_told(call, tmp_path)
         ("mine", "AR", 2, 3), ("mine", "lookup", 2, 3),
     ]  # fmt: skip
     cut = sum(c.finish_reason == "length" for c in of_ar)
-    assert cut and f"mine, AR: {cut} of 3 completions were cut at max_new_tokens=8; raise it" in shown
+    assert cut and f"mine: of 3 completions {cut} (AR) were cut at max_new_tokens=8; raise it" in shown
+
+
+def test_names_of_files_are_shown_as_they_are(call, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    (tmp_path / "[red]x.jsonl").write_text('{"prompt": "Q", "answer": "1"}')
+    flags = (
+        "--questions",
+        tmp_path / "[red]x.jsonl",
+        "--max-new-tokens",
+        4,
+        "--decoder",
+        "ar",
+        "--out",
+        tmp_path / "[o]ut",
+    )
+    shown = call("--model", tmp_path / "model", *flags)
+    assert "[red]x" in shown and "[o]ut/results.json" in shown.replace("\n", "")
+
+
+def test_an_evaluation_without_tasks_measures_the_rest(file, call, tmp_path):
+    flags = ("--exp", f"{file}:code", "--workdir", file.parent / "code", "--out", tmp_path / "out")
+    shown = call(*flags, "evaluation.text_prompts=0", "evaluation.held_out_files=0")
+    assert "masked-token loss" in shown and "one decode" not in shown and "decoder" not in shown
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["rows"] == []
 
 
 def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_path):

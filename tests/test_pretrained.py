@@ -52,6 +52,18 @@ def test_a_directory_that_is_neither_kind_says_so(tmp_path):
         load(tmp_path)
 
 
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"an adapter and no model; .* --model BASE --adapter {tmp_path}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, "", 3])
+def test_no_path_is_refused(path):
+    with pytest.raises(UserError, match="name a directory, or a hub id"):
+        load(path)
+
+
 def test_a_file_says_so(tmp_path):
     shutil.copy(ORACLE / "qwen3_plain" / "model" / "model.safetensors", tmp_path)
     with pytest.raises(UserError, match="is a file; name the directory"):

@@ -84,10 +84,10 @@ def test_eight_devices_hold_the_batch_in_eight_parts():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"data": 3}, "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices"),
+        ({"data": 3}, "mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 does not fit 8 devices"),
         ({"data": 0}, "mesh.data=0 must be at least 1"),
         ({"data": -1, "fsdp": -1}, "only one of data, fsdp, tensor may be -1"),
-        ({"data": -1, "tensor": 16}, "does not fit 8 devices"),
+        ({"data": -1, "tensor": 16}, "mesh.fsdp=1 x mesh.tensor=16 does not divide the 8 devices"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_named(fields, message):

@@ -25,7 +25,8 @@ from wedlm_jax.pretrained import config_of
 from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
-from wedlm_jax.train_step import compile_step, wedlm_step
+from wedlm_jax.train_step import ar_step, compile_step, wedlm_step
+from wedlm_jax.workdir import refuse_long_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +141,12 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
     """The training step on `mesh`, traced (`jax.stages.Traced`); neither weights nor data need be there.
 
     Raises:
-      UserError: the experiment has no model, or its batch cannot be split over the mesh.
+      UserError: the experiment has no model, its rows are past the model's context, or its batch cannot be split over the mesh.
     """
     experiment.check_batch(mesh)
-    settings = experiment.step_settings(model_of(experiment), experiment.objective.mask_token_id or 0)
+    model = model_of(experiment)
+    refuse_long_rows(experiment, model)
+    settings = experiment.step_settings(model, experiment.objective.mask_token_id or 0)
     shape, sharding = (experiment.train.batch_size, experiment.data.row_length), batch_sharding(mesh)
     batch = PackedBatch(
         **{
@@ -152,7 +155,9 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
         }
     )
     state = abstract_state(settings.model, settings.optimizer, mesh)
-    return compile_step(wedlm_step, settings, mesh).trace(state, batch)  # type: ignore[attr-defined]
+    # Of a training with steps of both kinds the one with masks: it needs more.
+    step = ar_step if experiment.objective.ar_steps >= experiment.train.steps else wedlm_step
+    return compile_step(step, settings, mesh).trace(state, batch)  # type: ignore[attr-defined]
 
 
 def model_of(experiment: Experiment) -> ModelConfig:

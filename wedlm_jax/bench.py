@@ -190,7 +190,7 @@ def finish(args: Bench, found: Found, console: Console) -> None:
         save(args, found)
         title = ", ".join([f"{args.model} on {device()}", *args.decode.changes(Bench.decode)])
         save_figure(args.out / "bench.png", plot_speeds(found.speeds, title))
-        console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}")
+        console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}", markup=False)
 
 
 def started(

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from wedlm_jax import pretrained
@@ -80,24 +81,25 @@ def settings_of(args: Cacheability) -> list[Setting]:
 def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, list[Point]]]:
     """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
     settings = settings_of(args)
-    if args.out is not None:  # before the first forward
-        make_folder(args.out)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     if args.questions is None:
         chosen, most = [task(name) for name in args.tasks], 100
     else:
         chosen, most = [questions(model, args.questions, args.match, args.decode.max_new_tokens)], EVERY
     problems = {of.name: of.problems(args.limit or most, 0) for of in chosen}
+    if args.out is not None:  # before the first forward
+        make_folder(args.out)
     measured: dict[str, tuple[Row, list[Point]]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=(1 + len(settings)) * sum(map(len, problems.values())))
 
         def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
+            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
 
         def on_point(ar: Row, points: list[Point]) -> None:
             measured[ar.task] = ar, points
-            progress.console.print(f"{ar.task}: {points[-1].in_words()}", highlight=False, soft_wrap=True)
+            told = f"{ar.task}: {points[-1].in_words()}"
+            progress.console.print(told, highlight=False, soft_wrap=True, markup=False)
             if args.out is not None:
                 save(args.out, args.model, measured)
 
@@ -108,12 +110,12 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     for name, (ar, points) in measured.items():
         console.print(points_table(ar, points, f"{args.model}: {name}, n = {ar.n}, {how}"))
         for line in findings(name, points):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, markup=False)
     console.print(P_CACHE_NOTE, style="dim")
     if args.out is not None:
         points_of = {name: points for name, (_, points) in measured.items()}
         save_figure(args.out / "cacheability.png", plot_cacheability(points_of, f"{args.model}: {how}"))
-        console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}")
+        console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}", markup=False)
     return measured
 
 

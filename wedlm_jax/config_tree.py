@@ -50,7 +50,9 @@ def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config
     except pydantic.ValidationError as error:
         wrong = _first(error)
         name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
-        raise UserError(": ".join(part for part in (source, name, _first_line(error)) if part)) from None
+        line = _first_line(error)
+        name = "" if line.startswith((f"{name}.", f"{name}:")) else name  # it says so itself
+        raise UserError(": ".join(part for part in (source, name, line) if part)) from None
     _check_integers(dataclasses.asdict(config), f"{source}: " if source else "")  # type: ignore[call-overload]
     return config
 
@@ -111,7 +113,9 @@ def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     )
     if near:
         return f"unknown field {name}; did you mean {near[0]}?"
-    return f"unknown field {name}; the sections are {', '.join(n for n in known if sections_of(known[n]))}"
+    sections = [field for field in known if sections_of(known[field])]
+    there = f"the sections are {', '.join(sections)}" if sections else f"the fields are {', '.join(known)}"
+    return f"unknown field {name}; {there}"
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str] = ()) -> list[str]:

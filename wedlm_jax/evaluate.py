@@ -18,6 +18,7 @@ import jax
 import tyro
 from rich.columns import Columns
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import Progress
 from rich.text import Text
@@ -174,16 +175,17 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
         bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
 
         def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=f"{task.name}: {setting.label}")
+            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
 
         rows, completions = sweep(
             plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
             on_task=lambda rows: keep(plan, rows),
         )  # fmt: skip
-    title = f"{plan.title}: held-out problems, batches of {plan.config.batch_size}, {device()}"
-    console.print(results_table(rows, title))
+    title = f"{plan.title}: batches of {plan.config.batch_size}, {device()}"
+    if rows:
+        console.print(results_table(rows, title))
     for line in cut_short(rows):
-        console.print(line, style="yellow")
+        console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows)
     if plan.experiment is not None and plan.config.held_out_files:
         if plan.experiment.data.source == "stdlib_code":
@@ -196,7 +198,8 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     if continued:
         results["continuations"] = show_continuations(plan, *continued[0], completions, console)
     save(plan, rows, results, console)
-    show_one_decode(plan, console)
+    if plan.tasks:
+        show_one_decode(plan, console)
     return results
 
 
@@ -263,11 +266,11 @@ def show_continuations(
     """AR and streaming side by side, for every prompt; returns the continuations of all decoders."""
     adapted = [s for s in plan.settings if s.weights == ADAPTED and s.config.reorder]
     shown = [s.label for s in adapted if s.config.decoder in ("ar", "streaming")]
-    shown = [shown[0], shown[len(shown) // 2]]  # AR, and streaming at the middle threshold
+    shown = list(dict.fromkeys([shown[0], shown[len(shown) // 2]]))  # AR, and streaming at the middle threshold, if any
     for i, problem in enumerate(problems):
         console.print(Panel(Text(problem.prompt.rstrip("\n")), title=f"held-out prompt {i + 1}", title_align="left"))
         texts = [(label, completions[of.name, label][i].text or "") for label in shown]
-        width = (console.width - 2) // 2
+        width = (console.width - 2) // len(shown)
         console.print(Columns([Panel(Text(text), title=label, width=width) for label, text in texts], padding=(0, 1)))
     return [
         {"prompt": problem.prompt, **{s.label: completions[of.name, s.label][i].text for s in plan.settings}}
@@ -302,7 +305,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     if any(row.accuracy is not None for row in rows):
         save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device()}"))
         written.append("results.png")
-    console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}")
+    console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}", markup=False)
 
 
 @entry

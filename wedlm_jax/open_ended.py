@@ -125,7 +125,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     console.print(levels_table(found))
     if args.out is not None:
         save_figure(args.out / "open_ended.png", plot_open_ended(found, title))
-        console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}")
+        console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}", markup=False)
     return found
 
 

@@ -138,6 +138,10 @@ def locate(path: str | Path) -> Path:
         )
     _require_steps(named, directory)
     directory = local_directory(path)
+    if is_adapter(directory) and not (directory / "config.json").is_file():
+        raise UserError(
+            f"{path}: an adapter and no model; load its base and name it beside that: --model BASE --adapter {path}"
+        )
     if not is_workdir(directory) and not (directory / "config.json").is_file():
         raise UserError(
             f"{path}: neither an HF directory (no config.json) nor a workdir with a model (no model.json); "
@@ -165,6 +169,8 @@ def split_step(path: str | Path) -> tuple[str | Path, Step]:
 
     `~` is the home directory, which no shell writes out behind an equals sign.
     """
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise UserError(f"path={path!r}: name a directory, or a hub id")
     path = type(path)(os.path.expanduser(path))
     named = _WITH_STEP.fullmatch(str(path))
     if named is None or Path(path).exists():

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from wedlm_jax.errors import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+CHARACTERS_PER_INCH = 10  # of a title's type
 
 
 @contextlib.contextmanager
@@ -76,3 +79,9 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(of) for of in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def put_title(figure: Figure, title: str) -> None:
+    """Above all panels, in as many lines as the width of the figure asks for. It is no TeX, whatever it holds."""
+    lines = textwrap.fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
+    figure.suptitle(lines, fontsize=12, parse_math=False)

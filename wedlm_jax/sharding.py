@@ -66,8 +66,10 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     named = math.prod(size for size in sizes.values() if size != -1)
     shape = tuple(count // named if size == -1 else size for size in sizes.values())
     if math.prod(shape) != count:
-        given = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        raise UserError(f"mesh: {given} does not fit {count} devices; make the product {count}")
+        given = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != -1)
+        if -1 in sizes.values():
+            raise UserError(f"{given} does not divide the {count} devices; give sizes whose product does")
+        raise UserError(f"{given} does not fit {count} devices; make the product {count}, or one of them -1")
     names, types = tuple(sizes), (AxisType.Auto,) * len(shape)
     slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) == 1:

@@ -65,8 +65,6 @@ class Tradeoff:
 
 def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
-    if args.out is not None:  # before the first forward
-        make_folder(args.out)
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
     if args.questions is None:
@@ -74,6 +72,8 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     else:
         chosen, most = questions(model, args.questions, args.match, args.decode.max_new_tokens), EVERY
     problems = chosen.problems(args.limit or most, 0)
+    if args.out is not None:  # before the first forward
+        make_folder(args.out)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=(1 + len(settings)) * len(problems))
 
@@ -95,17 +95,18 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     for line in findings(ar, points):
         console.print(line)
     for line in cut_short([ar]):
-        console.print(line, style="yellow")
+        console.print(line, style="yellow", markup=False)
     if args.out is not None:
         save_figure(args.out / "tradeoff.png", plot_tradeoff(ar, points, title))
-        console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}")
+        console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}", markup=False)
     return points
 
 
 def save(out: Path, model: str, ar: Row, points: list[Point]) -> None:
     results = {
         "model": model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
-        "points": [p.as_json() for p in points], "pareto_front": [p.row.label for p in pareto_front(points)],
+        "points": [p.as_json() for p in points],
+        "pareto_front": [p.row.label for p in pareto_front(points)] if ar.accuracy else [],
         "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],
         "rank_correlations": rank_correlations(points),
     }  # fmt: skip

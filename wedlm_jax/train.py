@@ -45,6 +45,7 @@ from wedlm_jax.workdir import (
     progress_of,
     refuse_another_experiment,
     refuse_long_rows,
+    shape_of,
     tokenizer_of,
 )
 
@@ -135,7 +136,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     initial = load_initial(begun, mesh) if not resumed and experiment.init_from else None
     base = None if resumed else base_of(begun, initial)
     if not resumed:
-        refuse_long_rows(experiment, initial)
+        refuse_long_rows(experiment, shape_of(experiment, initial))
     if not resumed and is_main():
         held.enter_context(sole_writer(workdir))
         prepare_workdir(experiment, initial, workdir, base, begun.init_from)

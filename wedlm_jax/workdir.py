@@ -151,17 +151,17 @@ def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
     return Base(str(experiment.init_from), revision(initial.config, params_of(initial.transformer)))
 
 
-def refuse_long_rows(experiment: Experiment, initial: Model | None) -> None:
+def refuse_long_rows(experiment: Experiment, model: ModelConfig) -> None:
     """Raises a `UserError` where the rows of the data are past the model's context."""
-    longest = _shape(experiment, initial).max_position_embeddings
-    if experiment.data.row_length > longest:
+    if experiment.data.row_length > model.max_position_embeddings:
         raise UserError(
             f"data.row_length={experiment.data.row_length} is past the model's context, "
-            f"max_position_embeddings={longest}; lower data.row_length"
+            f"max_position_embeddings={model.max_position_embeddings}; lower data.row_length"
         )
 
 
-def _shape(experiment: Experiment, initial: Model | None) -> ModelConfig:
+def shape_of(experiment: Experiment, initial: Model | None) -> ModelConfig:
+    """Of the model that is trained: of `initial`, where it starts from one."""
     model = initial.config if initial is not None else experiment.model
     assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
     return model
@@ -180,7 +180,7 @@ def prepare_workdir(
         raise UserError(
             f"{workdir}: another training has begun there meanwhile; choose another --workdir, or start again"
         )
-    model = _shape(experiment, initial)
+    model = shape_of(experiment, initial)
     folder = workdir / TOKENIZER_FOLDER
     with writing(folder, _MEND):
         folder.mkdir(parents=True, exist_ok=True)

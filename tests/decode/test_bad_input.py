@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -83,6 +85,37 @@ def test_numpy_integers_are_settings_like_any_other():
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_new_tokens": 3}, "config must be a DecodeConfig, or a list of one for each prompt, not {'max_new"),
+        (None, "config must be a DecodeConfig, or a list of one for each prompt, not None"),
+        ([{"decoder": "ar"}], "prompt 0: config must be a DecodeConfig, not {'decoder': 'ar'}"),
+    ],
+)
+def test_settings_of_another_kind_are_refused(config, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        generate(tiny_model(), [[1]], config)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
+def test_a_number_of_completions_that_is_none_is_refused(n):
+    with pytest.raises(UserError, match="n="):
+        generate(tiny_model(), [[1]], DecodeConfig(), n=n)
+
+
+def test_a_path_is_no_model():
+    with pytest.raises(UserError, match="model must be what wedlm_jax.load returns, not 'runs/sft'"):
+        generate("runs/sft", [[1]])
+
+
+def test_token_ids_may_be_arrays_and_prompts_a_generator():
+    config = config_of("ar", max_new_tokens=2)
+    expected = generate(tiny_model(), [[1, 2], [3, 4]], config)
+    for prompts in (np.array([[1, 2], [3, 4]]), jnp.array([[1, 2], [3, 4]]), ([i, i + 1] for i in (1, 3))):
+        assert generate(tiny_model(), prompts, config) == expected
+
+
+@pytest.mark.parametrize(
     ("prompts", "message"),
     [
         ([[]], "prompt 0 is empty"),
@@ -96,6 +129,8 @@ def test_numpy_integers_are_settings_like_any_other():
         ([[True]], "prompt 0: must be text"),
         ([1, 2], "wrap a single one in a list"),
         ("text", "wrap a single one in a list"),
+        ({"a": [1]}, "prompts must be a list of prompts, not {'a': "),
+        (5, "prompts must be a list of prompts, not 5"),
         ([[1] * 51], "prompt 0: 51 prompt tokens [+] max_new_tokens=14 exceed the model's context of 64"),
     ],
     ids=str,

@@ -356,6 +356,10 @@ def test_another_error_is_not_swallowed(monkeypatch):
     "sizes, complaint",
     [
         (dict(rows=0), "rows=0"),
+        (dict(rows=1.5), "rows=1.5: must be an integer"),
+        (dict(steps="2"), "steps='2': must be an integer"),
+        (dict(cache_limit=-5), "cache_limit=-5: must be a number of bytes"),
+        (dict(cache_limit="1G"), "cache_limit='1G': must be a number of bytes"),
         (dict(steps=0), "steps=0"),
         (dict(queue=0), "queue=0"),
         (dict(context=0), "context=0"),

@@ -41,6 +41,19 @@ def test_masks_in_place_have_hollow_marks_and_reordered_ones_full_marks():
         assert in_place == "white" != reordered
 
 
+def test_a_long_title_and_task_lie_inside_the_picture_and_are_no_tex(tmp_path):
+    """Both may hold what a user calls a file."""
+    task = "my_questions_of_$2_and_$3_that_are_kept_in_a_file_with_a_name_$\\frac$"
+    figure = plot_results(
+        [row(task=task)], "/home/somebody/checkpoints/$x_^/export_step_5000 on NVIDIA H200, one device"
+    )
+    save_figure(tmp_path / "results.png", figure)
+    for said in (figure._suptitle, figure.axes[0].title):
+        extent = said.get_window_extent()
+        assert figure.bbox.x0 <= extent.x0 and extent.x1 <= figure.bbox.x1
+    assert "$2 and $3" in figure.axes[0].get_title()
+
+
 @pytest.mark.parametrize("lengths", [1, 3])
 def test_title_and_legend_of_the_speeds_lie_inside_the_picture(lengths):
     speeds = [

@@ -5,7 +5,11 @@ import json
 import pytest
 
 from tests.evals.models import tiny_model
+from wedlm_jax.data.config import DataConfig
+from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.errors import UserError
+from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.questions import EVERY, questions
 
 
@@ -56,3 +60,15 @@ def test_a_line_that_cannot_be_asked_or_scored_is_named(tmp_path, record, match,
     path = write(tmp_path / "q.jsonl", {"prompt": "ok", "answer": "#### 3, that is B"}, record)
     with pytest.raises(UserError, match=f"q.jsonl:2: .*{complaint}"):
         questions(tiny_model(), path, match, 8)
+
+
+@pytest.mark.parametrize("fields", [{"tasks": ("counting",)}, {"tasks": ("copying", "copying"), "questions": None}])
+def test_no_two_tasks_have_one_name(tmp_path, fields):
+    path = write(tmp_path / "counting.jsonl", {"prompt": "x", "answer": "3"})
+    with pytest.raises(UserError, match=f"two tasks are named {fields['tasks'][0]}"):
+        tasks_of(EvaluationConfig(**{"questions": str(path), **fields}), DataConfig(), tiny_model())
+
+
+def test_the_answer_is_not_read_where_a_prompt_is_wanted_alone(tmp_path):
+    path = write(tmp_path / "q.jsonl", {"prompt": "x", "answer": "3"})
+    assert read_prompts(path) == [(f"{path}:1", "x")]

@@ -187,7 +187,9 @@ def test_a_wrong_rank_is_one_short_line(saved):
         ({"base_revision": ...}, "adapter.json: base_revision: field required"),
         ({"rows": "some"}, "adapter.json: rows: "),
         ({"targets": ["q_proj", "head"]}, "adapter.json: targets"),
-        ({"dropout": 0.1}, "adapter.json: unknown field dropout"),
+        ({"dropout": 0.1}, "adapter.json: unknown field dropout; the fields are base, "),
+        ({"mask_token_id": 10**6}, "adapter.json: token id 1000000 is not in the vocabulary"),
+        ({"eos_token_ids": [-1]}, "adapter.json: token id -1 is not in the vocabulary"),
         ({"dtype": "bfloat16"}, "adapter.json says dtype=bfloat16, adapter_model.safetensors holds float32"),
         (
             {"targets": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"]},

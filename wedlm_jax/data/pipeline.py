@@ -238,10 +238,13 @@ def batches(
     """
     if config.num_groups % process_count:
         raise UserError(
-            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes; make it one"
+            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
+            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}"
         )
     if batch_size % config.num_groups:
-        raise UserError(f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups")
+        raise UserError(
+            f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
+        )
     own = config.num_groups // process_count
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedBatches(

@@ -206,6 +206,17 @@ def integer(name: str, value: object) -> int:
     return int(value)
 
 
+def at_least_one(name: str, value: object) -> int:
+    """`value` as an int of at least 1.
+
+    Raises:
+      UserError: it is none, below 1, or exceeds 32 bits.
+    """
+    if (number := integer(name, value)) < 1:
+        raise UserError(f"{name}={number}: must be at least 1")
+    return number
+
+
 def _number(config: DecodeConfig, name: str) -> float:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from wedlm_jax.decode.config import DecodeConfig, RowSettings, integer
+from wedlm_jax.decode.config import DecodeConfig, RowSettings, at_least_one, integer
 from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
-from wedlm_jax.decode.prompts import Prompt, encode_prompt
+from wedlm_jax.decode.prompts import Prompt, encode_prompt, shown
 from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord, placed_as
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
@@ -47,7 +47,7 @@ def generate(
 
     Args:
       model: from `wedlm_jax.load`.
-      prompts: text, lists of messages, or lists of token ids.
+      prompts: text, lists of messages, or lists (arrays) of token ids.
       config: one for all prompts, or one for each.
       n: completions a prompt; they differ where the temperature is above 0.
       trace: also return what every forward did (slower: the loop then runs from Python).
@@ -59,10 +59,14 @@ def generate(
       UserError: for an empty prompt, an id out of range, a prompt that leaves no room for max_new_tokens in the model's
         context, a decoder that needs a mask id where the model has none, or a batch that does not fit in memory.
     """
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, np.integer, dict))):
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+        raise UserError(f"prompts must be a list of prompts, not {shown(prompts)}: wrap a single one in a list")
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], (int, np.integer, Mapping)):
         raise UserError("prompts must be a list of prompts: wrap a single one in a list")
-    if n < 1:
-        raise UserError(f"n={n}: must be at least 1")
+    n = at_least_one("n", n)
+    if not isinstance(config, DecodeConfig) and (isinstance(config, Mapping) or not isinstance(config, Iterable)):
+        raise UserError(f"config must be a DecodeConfig, or a list of one for each prompt, not {shown(config)}")
     configs = [config] * len(prompts) if isinstance(config, DecodeConfig) else list(config)
     if len(configs) != len(prompts):
         raise UserError(f"{len(configs)} configs for {len(prompts)} prompts: give one, or one for each")
@@ -97,6 +101,10 @@ def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) 
 
 def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
     """Checks one prompt with its settings and resolves what the model decides: stop ids, the mask id, calibrated thresholds."""
+    if not isinstance(model, Model):
+        raise UserError(f"model must be what wedlm_jax.load returns, not {shown(model)}")
+    if not isinstance(config, DecodeConfig):
+        raise UserError(f"{name}: config must be a DecodeConfig, not {shown(config)}")
     ids = encode_prompt(model, prompt, name)
     context = model.config.max_position_embeddings
     if len(ids) + config.max_new_tokens > context:

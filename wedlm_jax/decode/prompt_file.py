@@ -17,12 +17,14 @@ KINDS = {
 
 
 def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
-    """The prompts of a JSONL file that a flag names, each with its name `file:line`.
+    """The prompts of a JSONL file that a flag names, each with its name `file:line`. An `answer` beside one, by which others
+    score (`evals/questions.py`), is not read.
 
     Raises:
       UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
     """
-    return [(name, prompt_in(record, name)) for name, record in read_objects(path, flag)]
+    found = read_objects(path, flag)
+    return [(name, prompt_in({k: v for k, v in record.items() if k != "answer"}, name)) for name, record in found]
 
 
 def read_objects(path: Path, flag: str) -> list[tuple[str, dict[str, Any]]]:

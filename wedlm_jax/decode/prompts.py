@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 
+import jax
 import numpy as np
 
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
@@ -21,6 +22,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     Raises:
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
     """
+    if isinstance(prompt, jax.Array):
+        prompt = np.asarray(prompt)
     if isinstance(prompt, str):
         ids = _encode(model, prompt, name)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
@@ -28,7 +31,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     elif _is_list(prompt) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
-        raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {prompt!r:.80}")
+        raise UserError(f"{name}: must be text, a list of messages or a list of token ids, not {shown(prompt)}")
     if not ids:
         raise UserError(f"{name} is empty: give at least one token")
     for i in ids:
@@ -48,6 +51,11 @@ def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
     if isinstance(prompt[0], Mapping):
         return render_messages(model, prompt, name)  # type: ignore[arg-type]
     raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
+
+
+def shown(value: object) -> str:
+    """A value in an error: the first characters of its repr, in one line."""
+    return " ".join(repr(value).split())[:80]
 
 
 def digest_of(prompts: Sequence[Sequence[int]]) -> str:
@@ -83,6 +91,9 @@ def render_messages(model: Model, messages: Sequence[Mapping[str, str]], name: s
     tokenizer = _tokenizer(model, name)
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
+    for number, message in enumerate(messages):
+        if not isinstance(message.get("content", ""), str) and not message.get("tool_calls"):
+            raise UserError(f"{name}: message {number}: content must be text, not {shown(message['content'])}")
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs of the checkpoint and raise whatever they like

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 
 import jax
 
-from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.config import DecodeConfig, at_least_one
 from wedlm_jax.decode.generation import make_request
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine.memory import cache_bytes, cache_slots, in_words
 from wedlm_jax.engine.prefix import WORTH_WAITING, choose_row, longest_prefix, shared_length
 from wedlm_jax.engine.rows import Arrival, RowGroup
 from wedlm_jax.engine.ticket import Ticket
+from wedlm_jax.engine.turns import Turns
 from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.handle import Model
 
@@ -38,8 +39,8 @@ class Engine:
     Short prompts that come together are prefilled together. In float32 a request's tokens are those of `generate` run for it
     alone.
 
-    Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Not
-    thread-safe: use one engine from one thread. A step that an exception interrupts (Ctrl-C) has given its state away, and the
+    Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Threads may share
+    an engine, whose calls then take turns. A step that an exception interrupts (Ctrl-C) has given its state away, and the
     engine is of no use after it: `chat` shows how to hold Ctrl-C back. A long prompt is prefilled whole before the next run.
 
     Args:
@@ -55,7 +56,7 @@ class Engine:
         three.
 
     Raises:
-      UserError: a setting is out of range.
+      UserError: a setting is out of range, or no integer.
     """
 
     def __init__(
@@ -70,9 +71,14 @@ class Engine:
     ):
         longest = model.config.max_position_embeddings
         context = min(longest, LARGEST_CONTEXT) if context is None else context
-        for name, value in (("rows", rows), ("context", context), ("steps", steps), ("queue", queue)):
-            if value < 1:
-                raise UserError(f"{name}={value}: must be at least 1")
+        rows, context, steps, queue = (
+            at_least_one(name, value)
+            for name, value in (("rows", rows), ("context", context), ("steps", steps), ("queue", queue))
+        )
+        if cache_limit is not None and (
+            isinstance(cache_limit, bool) or not isinstance(cache_limit, int) or cache_limit < 1
+        ):
+            raise UserError(f"cache_limit={cache_limit!r}: must be a number of bytes, at least 1, or None")
         if context > longest:
             raise UserError(f"context={context}: the model's is {longest}; lower it")
         self.model = model
@@ -84,6 +90,7 @@ class Engine:
         self._groups: dict[tuple, RowGroup] = {}
         self._reserved: dict[tuple, list[Arrival]] = {}
         self._admitted = 0
+        self.turns = Turns()
 
     @property
     def waiting(self) -> int:
@@ -130,17 +137,18 @@ class Engine:
                 f"context={self.context}; shorten the prompt, or lower max_new_tokens, or raise context"
             )
         self._require_memory(config)
-        if self.waiting >= self._queue:
+        while True:
+            with self.turns:
+                if self.waiting < self._queue:
+                    ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
+                    self._waiting.setdefault(ticket.group, deque()).append(ticket)
+                    return ticket
             if not wait:
                 raise QueueFull(
                     f"{name}: {self._queue} requests wait already, the most that queue={self._queue} allows; "
                     "run the engine, raise queue, or submit with wait=True"
                 )
-            while self.waiting >= self._queue:
-                self.step()
-        ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
-        self._waiting.setdefault(ticket.group, deque()).append(ticket)
-        return ticket
+            self.step()
 
     def step(self) -> bool:
         """Gives free rows to waiting requests, runs every group for at most `steps` steps, and hands out what came.
@@ -148,6 +156,10 @@ class Engine:
         Returns:
           whether any request waits or runs still.
         """
+        with self.turns:
+            return self._step()
+
+    def _step(self) -> bool:
         self._admit()
         busy = [key for key, group in self._groups.items() if group.busy]
         for key in busy:

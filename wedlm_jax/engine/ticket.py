@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from wedlm_jax.decode.generation import Request, completion
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces
+from wedlm_jax.engine.turns import Turns
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
@@ -18,6 +19,7 @@ class Driver(Protocol):
     """What a ticket asks of its engine."""
 
     model: Model
+    turns: Turns
 
     def step(self) -> bool: ...
 
@@ -95,9 +97,10 @@ class Ticket:
 
     def cancel(self) -> None:
         """Ends the request with what it has; its row is free for the next one. Nothing happens to one that is done."""
-        if not self.done:
-            self._engine.withdraw(self)
-            self._finish("cancelled")
+        with self._engine.turns:
+            if not self.done:
+                self._engine.withdraw(self)
+                self._finish("cancelled")
 
     def stop_string_at(self, ids: list[int]) -> int | None:
         """The fewest of `ids`, all that the row has emitted, whose text holds a stop string; or None."""

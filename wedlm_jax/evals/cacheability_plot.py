@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure
 
-from wedlm_jax.evals.plots import COLOURS, put_title
+from wedlm_jax.evals.plots import CHARACTERS_OF_A_PANEL, COLOURS
 from wedlm_jax.evals.tradeoff import Point
+from wedlm_jax.results import put_title
 
 
 def plot_cacheability(points_of: Mapping[str, Sequence[Point]], title: str) -> Figure:
@@ -33,7 +35,8 @@ def plot_cacheability(points_of: Mapping[str, Sequence[Point]], title: str) -> F
             axes.set_xlim(0, ends if name == "p_cache (Eq. 4)" else room)
             axes.grid(axis="x", color="#e4e4e4")
             axes.set_axisbelow(True)
-            axes.set_title(f"{task.replace('_', ' ')}: {name}", fontsize=10)
+            title_of = textwrap.fill(f"{task.replace('_', ' ')}: {name}", CHARACTERS_OF_A_PANEL)
+            axes.set_title(title_of, fontsize=10, parse_math=False)
         line[0].invert_yaxis()
         line[0].margins(x=0.2)
     put_title(figure, title)

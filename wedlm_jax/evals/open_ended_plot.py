@@ -5,7 +5,8 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from wedlm_jax.evals.open_ended import OpenEnded
-from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity, put_title
+from wedlm_jax.evals.plots import COLOURS, MARKERS, opacity
+from wedlm_jax.results import put_title
 
 
 def plot_open_ended(found: OpenEnded, title: str) -> Figure:

@@ -10,10 +10,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from wedlm_jax.evals.sweep import BASE, Row
+from wedlm_jax.results import put_title
 
 MARKERS = {"ar": "o", "lookup": "D", "blockwise": "s", "streaming": "^", "verified": "*"}
 COLOURS = {"ar": "#444444", "lookup": "#59a14f", "blockwise": "#b07aa1", "streaming": "#4e79a7", "verified": "#d1603d"}
-CHARACTERS_PER_INCH = 10  # of a title's type
+CHARACTERS_OF_A_PANEL = 42  # of its title's
 
 
 def plot_results(rows: Sequence[Row], title: str) -> Figure:
@@ -27,22 +28,17 @@ def plot_results(rows: Sequence[Row], title: str) -> Figure:
         of_task = [row for row in rows if row.task == task]
         for axes, quantity in zip(grid[:, column], ("tokens_per_forward", "tokens_per_second"), strict=True):
             _panel(axes, of_task, quantity)
-        grid[0, column].set_title(f"{task.replace('_', ' ')} (n = {of_task[0].n})")
+        name = textwrap.fill(f"{task.replace('_', ' ')} (n = {of_task[0].n})", CHARACTERS_OF_A_PANEL)
+        grid[0, column].set_title(name, parse_math=False)
         grid[0, column].set_xlabel("tokens per forward")
         grid[1, column].set_xlabel(f"tokens per second (batch of {of_task[0].batch_size})")
     for line in grid:
         line[0].set_ylabel("exact match, 95 % interval")
     handles, names = grid[0, 0].get_legend_handles_labels()
-    figure.suptitle(title, fontsize=14)
+    put_title(figure, title)
     figure.legend(handles, names, loc="lower center", ncol=min(len(names), 4), frameon=False)
     figure.tight_layout(rect=(0, 0.03 + 0.03 * -(-len(names) // 4), 1, 0.98))
     return figure
-
-
-def put_title(figure: Figure, title: str) -> None:
-    """Above all panels, in as many lines as the width of the figure asks for. It is no TeX, whatever it holds."""
-    lines = textwrap.fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth()))
-    figure.suptitle(lines, fontsize=12, parse_math=False)
 
 
 def opacity(row: Row, rows: Sequence[Row]) -> float:

@@ -24,6 +24,12 @@ def tasks_of(
         tasks.append((questions(model, path, config.match, config.max_new_tokens, flag), EVERY))
     if config.text_prompts and only is None:
         tasks.append((continuation(config, data, model), config.text_prompts))
+    names = [t.name for t, _ in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(
+            f"evaluation: two tasks are named {twice[0]}; name each once in evaluation.tasks, and give the file of "
+            "evaluation.questions a name of its own"
+        )
     return [(t, draw(t, limit or most, config.seed)) for t, most in tasks]
 
 

@@ -27,7 +27,7 @@ P_CACHE_NOTE = (
 def results_table(rows: Sequence[Row], title: str) -> Table:
     """One line a row, under a line for each task; fits 80 columns."""
     table = Table(
-        title=title, title_justify="left", caption=P_CACHE_NOTE, caption_justify="left", box=box.SIMPLE_HEAD,
+        title=escape(title), title_justify="left", caption=P_CACHE_NOTE, caption_justify="left", box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     table.add_column("decoder", no_wrap=True)
@@ -35,7 +35,7 @@ def results_table(rows: Sequence[Row], title: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for task, group in itertools.groupby(rows, key=lambda row: row.task):
         members = list(group)
-        table.add_row(f"[bold]{task}[/bold]", f"n = {members[0].n}")
+        table.add_row(f"[bold]{escape(task)}[/bold]", f"n = {members[0].n}")
         for row in members:
             table.add_row(f" {row.label}", *_cells(row))
         table.add_section()
@@ -59,13 +59,16 @@ def points_table(ar: Row, points: Sequence[Point], title: str, starred: Sequence
 
 
 def cut_short(rows: Sequence[Row]) -> list[str]:
-    """A line for each AR row of a task with answers in which completions were cut: that may cost answers, not only speed."""
-    return [
-        f"{row.task}, {row.label}: {row.unfinished} of {row.n} completions were cut at "
-        f"max_new_tokens={row.settings['max_new_tokens']}; raise it where answers come later"
-        for row in rows
-        if row.accuracy is not None and row.unfinished and row.settings["decoder"] == "ar"
-    ]
+    """A line for each task with answers where completions of AR were cut: that may cost answers, not only speed."""
+    cut = [row for row in rows if row.accuracy is not None and row.unfinished and row.settings["decoder"] == "ar"]
+    lines = []
+    for task, group in itertools.groupby(cut, key=lambda row: row.task):
+        members = list(group)
+        counts = " and ".join(f"{row.unfinished} ({row.label})" for row in members)
+        length = members[0].settings["max_new_tokens"]
+        of = f"{task}: of {members[0].n} completions {counts} were cut at max_new_tokens={length}"
+        lines.append(f"{of}; raise it where answers come later")
+    return lines
 
 
 def _cells(row: Row) -> tuple[str, ...]:

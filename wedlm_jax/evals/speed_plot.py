@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from wedlm_jax.evals import plots
 from wedlm_jax.evals.speed import Speed
+from wedlm_jax.results import CHARACTERS_PER_INCH
 
 MARKERS = plots.MARKERS | {"transformers": "x", "vllm": "+"}
 COLOURS = plots.COLOURS | {"transformers": "#9c755f", "vllm": "#edc948"}
@@ -21,7 +22,7 @@ def plot_speeds(speeds: Sequence[Speed], title: str) -> Figure:
     lengths = list(dict.fromkeys(_lengths(s) for s in speeds))
     decoders = [d for d in dict.fromkeys(s.decoder for s in speeds) if d != "ar"]
     width = 3.4 * len(lengths) + 0.6
-    title = textwrap.fill(title, int(plots.CHARACTERS_PER_INCH * width))
+    title = textwrap.fill(title, int(CHARACTERS_PER_INCH * width))
     columns = min(1 + len(decoders), int(width / LEGEND_ENTRY))
     above, below = 0.3 * len(title.splitlines()), 0.1 + 0.25 * -(-(1 + len(decoders)) // columns)
     size = width, 2.9 * len(tasks) + above + below

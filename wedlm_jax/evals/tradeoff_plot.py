@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from wedlm_jax.evals.plots import COLOURS, put_title
+from wedlm_jax.evals.plots import COLOURS
 from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import Point, pareto_front
+from wedlm_jax.results import put_title
 
 
 def plot_tradeoff(ar: Row, points: Sequence[Point], title: str) -> Figure:
@@ -31,7 +32,7 @@ def plot_tradeoff(ar: Row, points: Sequence[Point], title: str) -> Figure:
 
 
 def _scatter(axes: Axes, ar: Row, points: Sequence[Point]) -> None:
-    front = pareto_front(points)
+    front = pareto_front(points) if ar.accuracy else []  # where nothing is right the fastest is no better
     colour = COLOURS["streaming"]
     axes.plot([p.row.tokens_per_second for p in points], [p.accuracy for p in points], "o", color=colour, alpha=0.35)
     axes.plot(

@@ -102,6 +102,11 @@ def with_adapter(model: Model, directory: Path) -> Model:
                 f"{directory}: trained on {described.base or 'a base'} of revision {described.base_revision}, but this base is "
                 f"of revision {found}, so its weights differ; load the adapter on the base that it was trained on"
             )
+        for token in (described.mask_token_id, *described.eos_token_ids):
+            if token is not None and not 0 <= token < config.vocab_size:
+                raise UserError(
+                    f"{directory / FILE}: token id {token} is not in the vocabulary [0, {config.vocab_size})"
+                )
         model = dataclasses.replace(model, mask_token_id=described.mask_token_id, eos_token_ids=described.eos_token_ids)
         adapter, dtype = described.adapter, described.dtype
     else:

@@ -42,7 +42,7 @@ class AdapterConfig:
         if self.rank < 1:
             raise UserError(f"adapter.rank={self.rank} must be at least 1")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
-            raise UserError(f"adapter.alpha={self.alpha} must be above 0")
+            raise UserError(f"adapter.alpha={self.alpha} must be above 0 and finite")
         if unknown := [target for target in self.targets if target not in TARGETS]:
             raise UserError(f"adapter.targets: {unknown[0]} is unknown; choose of {', '.join(TARGETS)}")
         if not self.targets or len(set(self.targets)) != len(self.targets):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from wedlm_jax.results import put_title
 from wedlm_jax.study.design import Study
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def plot(
             axes.plot([statistics.fmean(seeds)], [place], "|", color="#d1603d", markersize=18, markeredgewidth=2.5)
         if measure.threshold is not None:
             axes.axvline(measure.threshold, linestyle="--", color="#6b6b6b")
-        axes.set_xlabel(measure.label)
+        axes.set_xlabel(textwrap.fill(measure.label, 30))
         axes.grid(axis="x", color="#e4e4e4")
         axes.set_yticks(range(len(arms)), arms if axes is panels[0] else [""] * len(arms))
         axes.set_ylim(len(arms) - 0.5, -0.5)
@@ -65,6 +67,6 @@ def plot(
         axes.set(xlabel=curve.x_label, title=curve.label)
         axes.grid(color="#e4e4e4")
         axes.legend(fontsize="x-small")
-    figure.suptitle(f"{study.name}: a dot for each training seed (n = {len(study.seeds)}), the bar is their mean")
+    put_title(figure, f"{study.name}: a dot for each training seed (n = {len(study.seeds)}), the bar is their mean")
     figure.tight_layout()
     return figure

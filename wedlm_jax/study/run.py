@@ -67,7 +67,7 @@ def run_study(
     write_json(workdir / "results.json", summary)
     save_figure(workdir / "results.png", plot(study, values, curves))
     console.print(as_table(study, values))
-    console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}")
+    console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}", markup=False)
     return summary
 
 

@@ -1,0 +1,56 @@
+"""Threads share an engine: each gets what it would get alone, and one that steps and steps does not keep the others out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from wedlm_jax import generate
+from wedlm_jax.engine.turns import Turns
+
+from .models import engine, same, talk, talker
+
+
+def test_every_thread_gets_the_completion_of_its_request():
+    prompts = [[5, 6, 7 + i] for i in range(12)]
+    config = talk("verified", max_new_tokens=10)
+    shared = engine()
+
+    def ask(prompt):
+        ticket = shared.submit(prompt, config)
+        if prompt[-1] % 5 == 0:
+            ticket.cancel()
+        elif prompt[-1] % 2:
+            list(ticket)
+        return ticket.result()
+
+    with ThreadPoolExecutor(6) as threads:
+        answers = list(threads.map(ask, prompts))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if answer.finish_reason != "cancelled":
+            assert same(answer, generate(talker(), [prompt], config)[0])
+    assert sum(answer.finish_reason == "cancelled" for answer in answers) <= 3
+    assert (shared.waiting, shared.running) == (0, 0)
+
+
+def test_who_waits_has_the_next_turn():
+    turns, taken, stop = Turns(), 0, threading.Event()
+
+    def step_and_step():
+        nonlocal taken
+        while not stop.is_set():
+            with turns:
+                taken += 1
+                time.sleep(0.002)
+
+    thread = threading.Thread(target=step_and_step)
+    thread.start()
+    try:
+        for _ in range(20):
+            before = taken
+            with turns, turns:  # a thread that has it may take it again
+                assert taken - before <= 2
+    finally:
+        stop.set()
+        thread.join()
