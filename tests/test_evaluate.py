@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -365,6 +366,15 @@ def test_names_of_files_are_shown_as_they_are(call, tmp_path):
     )
     shown = call("--model", tmp_path / "model", *flags)
     assert "[red]x" in shown and "[o]ut/results.json" in shown.replace("\n", "")
+
+
+def test_a_folder_with_a_long_name_is_named_by_a_digest(file, call):
+    (long := file.parent / ("long" * 40)).mkdir()
+    (long / "mine.jsonl").write_text('{"prompt": "Q", "answer": "1"}')
+    fields = ("evaluation.tasks=", f"evaluation.questions={long / 'mine.jsonl'}")
+    shown = call("--exp", f"{file}:adapted", "--workdir", file.parent / "adapted", *fields).replace("\n", "")
+    (folder,) = [Path(written).parent for written in re.findall(r"wrote (\S+results.json)", shown)]
+    assert folder.is_dir() and re.fullmatch(r"evaluation-[0-9a-f]{16}", folder.name)
 
 
 def test_an_evaluation_without_tasks_measures_the_rest(file, call, tmp_path):

@@ -9,6 +9,7 @@ python -m wedlm_jax.evaluate --model DIR --questions gsm8k.jsonl --max-new-token
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
+LONGEST_PART = 160  # characters of a folder's name that say what was set; a file system has room for 255 bytes
 UNFINISHED = "unfinished.json"  # beside results.json until that is there
 
 
@@ -79,7 +81,7 @@ class Evaluate:
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
     WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where overrides,
-    --task and --limit make another one of it; with --model nowhere if not given."""
+    --task and --limit make another one of it (a digest where that is long); with --model nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -131,6 +133,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     settings = settings_of(config, with_base=BASE in models)
     other = [text.removeprefix("evaluation.").replace("/", "_") for text in args.overrides]
     part = "".join(f"-{given}" for given in (*other, args.task, args.limit) if given is not None)
+    if len(part) > LONGEST_PART:
+        part = f"-{hashlib.sha256(part.encode()).hexdigest()[:16]}"
     out = args.out or workdir / f"evaluation{step_name}{part}"
     return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out)
 

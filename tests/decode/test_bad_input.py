@@ -103,6 +103,12 @@ def test_a_number_of_completions_that_is_none_is_refused(n):
         generate(tiny_model(), [[1]], DecodeConfig(), n=n)
 
 
+@pytest.mark.parametrize("decoder", ["streaming", "verified", "lookup"])
+def test_a_window_larger_than_the_context_is_refused(decoder):
+    with pytest.raises(UserError, match="window_size=65 exceeds the model's context of 64; lower it"):
+        generate(tiny_model(), [[1]], DecodeConfig(decoder, window_size=65, max_new_tokens=2))
+
+
 def test_a_path_is_no_model():
     with pytest.raises(UserError, match="model must be what wedlm_jax.load returns, not 'runs/sft'"):
         generate("runs/sft", [[1]])
