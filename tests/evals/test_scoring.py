@@ -62,7 +62,7 @@ def test_a_choice_is_a_letter_that_is_named_or_begins_the_text_or_stands_alone_l
 
 @pytest.mark.parametrize("text", ["1/2", "8:30", "2024-01-05", "5 x 10^3", "between 3 and 5", "three"])
 def test_an_answer_to_score_by_holds_one_number_or_marks_it(text):
-    assert only_number(text) is None
+    assert only_number(text) is None and only_number(f"#### {text}") is None
     assert only_number(f"{text}\n#### 4") == only_number("4 eggs") == "4"
 
 

@@ -26,11 +26,7 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_BESIDE_MESSAGES = (
-    "system",
-    "tools",
-    "functions",
-)  # a system prompt, and descriptions of functions, as OpenAI once called them
+_BESIDE_MESSAGES = ("system", "tools", "functions")  # a system prompt, and descriptions of functions for the template
 
 
 def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tuple[str, ...]]:

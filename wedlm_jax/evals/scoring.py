@@ -36,8 +36,10 @@ def number(text: str) -> str | None:
 
 
 def only_number(text: str) -> str | None:
-    """`number` of an answer to score by, which holds no other one beside it, unless it is marked: 1/2 and 8:30 are none."""
-    return number(text) if _MARKED.search(text) or len(_NUMBER.findall(text)) == 1 else None
+    """`number` of an answer to score by: the only one in it, or, where one is marked, in that line. 1/2 and 8:30 have none."""
+    marked = _MARKED.search(text)
+    counted = text if marked is None else text[marked.start() :].partition("\n")[0]
+    return number(text) if len(_NUMBER.findall(counted)) == 1 else None
 
 
 def choice(text: str) -> str | None:
