@@ -47,12 +47,12 @@ FREE = (
 @pytest.fixture
 def compiled(monkeypatch):
     """The text of the loop, or of prefill, for so many GPUs that share the heads, and the shape of a layer's cache on each;
-    `apart` as where there is room for it."""
+    `apart` as where there is room for it, `fields` of the settings."""
     monkeypatch.setattr(trial, "failure", lambda *_: None)  # as on a GPU where the kernel is right
     monkeypatch.setattr(weights_module, "CPU", ())  # this machine's devices taken for GPUs
     monkeypatch.setattr(weights_module, "GPUS", ("cpu",))
 
-    def compile(decoder, *, gpus=1, apart=True, prefill=False):
+    def compile(decoder, *, gpus=1, apart=True, prefill=False, **fields):
         monkeypatch.setattr(weights_module, "_has_room_for", lambda arrays: apart)
         here, there = (
             make_mesh(MeshConfig(data=1, tensor=gpus), some) for some in (jax.devices()[:gpus], devices(f"h100:{gpus}"))
@@ -62,7 +62,7 @@ def compiled(monkeypatch):
         weights = Weights.of(transformer_from(MODEL, jax.device_put(params, shardings)))
         arrays, structure = weights.tree_flatten()
         weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
-        config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
+        config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,), **fields)
         sizes = dict(
             slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter
         )
@@ -133,6 +133,14 @@ def test_a_forward_copies_no_weights_and_no_cache_and_asks_the_host_nothing(comp
     assert len(kernels) <= 20 * MODEL.num_layers + 60, "each of them takes microseconds to start"
     sums = [operation for _, operation in written if operation.endswith("-start") or operation == "all-reduce"]
     assert len(sums) <= (0 if gpus == 1 else 2 * MODEL.num_layers + 10)
+
+
+def test_a_forward_that_draws_sorts_nothing_and_copies_no_cache(compiled):
+    loop, cache = compiled("verified", temperature=1.0, top_k=20, top_p=0.9)
+    assert " conditional(" in loop, "where no row has a filter nothing is looked for"
+    of_a_vocabulary = [line for line in loop.splitlines() if f",{MODEL.vocab_size}]" in line]
+    assert of_a_vocabulary and [line for line in of_a_vocabulary if " sort(" in line or "RadixSort" in line] == []
+    assert [line for line in loop.splitlines() if cache in line and (" copy(" in line or "transpose" in line)] == []
 
 
 def test_in_a_scan_every_layers_weights_would_be_copied(compiled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +128,13 @@ def test_draws_follow_the_filtered_distribution():
     # Rows and neighbouring positions are independent: they agree as often as two fair draws do.
     for agreement in ((first == second).mean(), (first[1:] == first[:-1]).mean()):
         assert abs(agreement - (p**2).sum()) < 5 * np.sqrt(0.25 / DRAWS)
+
+
+def test_drawing_sorts_no_vocabulary():
+    """Of Qwen's a sort takes longer than a forward; what has no filter looks for nothing."""
+    rows = settings_of(DecodeConfig(temperature=1.0, top_k=5, top_p=0.9))
+    program = str(jax.make_jaxpr(sample)(jnp.zeros((1, 2, 100)), jnp.zeros((1, 2), jnp.int32), rows))
+    assert re.findall(r"\b(cond|sort|top_k|cumsum|reduce_window)\[", program) == ["cond", "cond"]
 
 
 def test_the_noise_reaches_tokens_of_a_vocabulary_s_tail():
