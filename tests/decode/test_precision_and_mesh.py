@@ -34,7 +34,7 @@ def cut_over(model: Model, mesh) -> Model:
 @pytest.mark.parametrize("sizes", [dict(data=1, tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
 def test_several_devices_decode_what_one_decodes(loop, sizes):
     """Rows are cut over data and fsdp, heads and vocabulary over tensor."""
-    config = config_of(loop, temperature=0.7, stop_ids=(5,))
+    config = config_of(loop, temperature=0.7, top_k=7, top_p=0.9, stop_ids=(5,))
     alone = generate(tiny_model(0, EVEN), PROMPTS, config)
     count = 2 if sizes["data"] == 1 else 8
     shared = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(**sizes), jax.devices()[:count]))
