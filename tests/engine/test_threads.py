@@ -36,6 +36,7 @@ def test_every_thread_gets_the_completion_of_its_request():
 
 def test_who_waits_has_the_next_turn():
     turns, taken, stop = Turns(), 0, threading.Event()
+    waited: list[int] = []  # turns of the other thread
 
     def step_and_step():
         nonlocal taken
@@ -50,7 +51,30 @@ def test_who_waits_has_the_next_turn():
         for _ in range(20):
             before = taken
             with turns, turns:  # a thread that has it may take it again
-                assert taken - before <= 2
+                waited.append(taken - before)
     finally:
         stop.set()
         thread.join()
+    # Not of every one: the system may hold this thread up before it asks for its turn.
+    assert sorted(waited)[10] <= 2
+
+
+def test_a_thread_that_has_the_turn_takes_it_again_though_another_waits():
+    turns, again = Turns(), threading.Event()
+
+    def holds_it():
+        with turns:
+            waits.start()
+            time.sleep(0.05)
+            with turns:
+                again.set()
+
+    def waits_for_it():
+        with turns:
+            pass
+
+    holder, waits = (threading.Thread(target=f, daemon=True) for f in (holds_it, waits_for_it))
+    holder.start()
+    assert again.wait(10)
+    waits.join(10)
+    assert not waits.is_alive()
