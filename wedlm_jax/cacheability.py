@@ -20,10 +20,10 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
-from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
 from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
-from wedlm_jax.evals.tasks import Task, task
+from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
@@ -82,16 +82,12 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
     settings = settings_of(args)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
-    if args.questions is None:
-        chosen, most = [task(name) for name in args.tasks], 100
-    else:
-        chosen, most = [questions(model, args.questions, args.match, args.decode.max_new_tokens)], EVERY
-    problems = {of.name: of.problems(args.limit or most, 0) for of in chosen}
+    tasks = asked(args, args.tasks, model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
     measured: dict[str, tuple[Row, list[Point]]] = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=(1 + len(settings)) * sum(map(len, problems.values())))
+        bar = progress.add_task("", total=(1 + len(settings)) * sum(len(problems) for _, problems in tasks))
 
         def on_batch(setting: Setting, task: Task, done: int) -> None:
             progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
@@ -103,9 +99,8 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
             if args.out is not None:
                 save(args.out, args.model, measured)
 
-        for of in chosen:
-            drawn = problems[of.name]
-            measure(model, settings, of, drawn, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
+        for of, problems in tasks:
+            measure(model, settings, of, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
     how = ", ".join([f"batches of {args.batch_size}", device(), *args.decode.changes(Cacheability.decode)])
     for name, (ar, points) in measured.items():
         console.print(points_table(ar, points, f"{args.model}: {name}, n = {ar.n}, {how}"))
@@ -161,9 +156,7 @@ def main() -> None:
         "entropy_threshold": "--thresholds", "fill_rule": "--fill-rules", "confidence_threshold": "--confidences",
     }  # fmt: skip
     refuse_beside(args.decode, instead)
-    refuse_beside(
-        args, {"match": "it with --questions"} if args.questions is None else {"tasks": "it without --questions"}
-    )
+    refuse_both(args, "tasks")
     if args.decode.decoder != DecodeConfig.decoder:
         raise UserError(
             f"--decoder {args.decode.decoder}: streaming, block-wise and verified are compared; leave it out"

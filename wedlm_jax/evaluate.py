@@ -42,8 +42,8 @@ from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
-from wedlm_jax.evals.problems import draw, tasks_of
-from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
+from wedlm_jax.evals.problems import tasks_of
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
 from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
@@ -147,21 +147,17 @@ def plan_model(args: Evaluate, path: str) -> Plan:
         raise UserError("--workdir goes with --exp; give the directory as --model DIR")
     if args.overrides:
         raise UserError(f"{args.overrides[0]}: goes with --exp; with --model the flags of decoders do")
-    refuse_beside(args, {} if args.questions is not None else {"match": "it with --questions"})
-    config, named = EvaluationConfig(), None if args.task is None else task(args.task)
+    refuse_both(args, "task")
+    if args.task is not None:
+        task(args.task)  # before the model is loaded
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.adapter)
-    if args.questions is not None:
-        chosen, most = questions(model, args.questions, args.match, args.decode.max_new_tokens), EVERY
-    else:
-        assert named is not None
-        chosen, most = named, config.problems_per_task
-    problems = draw(chosen, args.limit or most, config.seed)
+    tasks = asked(args, [args.task or ""], model)
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
-    return Plan(path, {ADAPTED: model}, settings, [(chosen, problems)], config, None, args.out)
+    return Plan(path, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out)
 
 
 def load_exact(path: str, adapter: str | None = None) -> Model:

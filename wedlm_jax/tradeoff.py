@@ -19,10 +19,10 @@ from rich.progress import Progress
 from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.evals.questions import EVERY, MatchFlag, QuestionsFlag, questions
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
 from wedlm_jax.evals.show import cut_short, device, points_table
 from wedlm_jax.evals.sweep import Row, Setting
-from wedlm_jax.evals.tasks import Task, task
+from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import (
     KEPT_ACCURACY,
     Point,
@@ -67,11 +67,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
-    if args.questions is None:
-        chosen, most = task(args.task), 100
-    else:
-        chosen, most = questions(model, args.questions, args.match, args.decode.max_new_tokens), EVERY
-    problems = chosen.problems(args.limit or most, 0)
+    ((chosen, problems),) = asked(args, [args.task], model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
     with Progress(console=Console(stderr=True), transient=True) as progress:
@@ -148,9 +144,7 @@ def _failures(points: list[Point], accuracy: float, whose: str) -> str:
 def main() -> None:
     args = each_once(parse(Tradeoff, prog="python -m wedlm_jax.tradeoff", description=__doc__))
     require_positive(args, "windows", "limit", "batch_size")
-    refuse_beside(
-        args, {"match": "it with --questions"} if args.questions is None else {"task": "it without --questions"}
-    )
+    refuse_both(args, "task")
     gridded = {"window_size": "--windows", "entropy_threshold": "--thresholds", "distance_penalty": "--penalties"}
     refuse_beside(args.decode, gridded)
     require_some(args, "thresholds", "penalties")

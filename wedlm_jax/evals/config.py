@@ -16,7 +16,7 @@ class EvaluationConfig:
 
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
     questions: str | None = (
-        None  # a file of your own, {"prompt" or "messages": ..., "answer": ...} a line: one more task, of all its lines
+        None  # a JSONL file of questions with answers (evals/questions.py): one more task, of all its lines
     )
     match: Match = "number"  # what of a completion has to equal the same of its answer: evals/scoring.py
     problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n

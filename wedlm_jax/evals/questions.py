@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,7 +16,8 @@ from wedlm_jax.decode.prompt_file import prompt_in, read_objects
 from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.scoring import ANSWER, EXPECTED, Match
-from wedlm_jax.evals.tasks import Task
+from wedlm_jax.evals.tasks import Task, task
+from wedlm_jax.flags import refuse_beside
 from wedlm_jax.model.handle import Model
 
 _NO_ANSWER: dict[Match, str] = {
@@ -24,6 +26,7 @@ _NO_ANSWER: dict[Match, str] = {
     "text": "is empty; write one",
 }
 EVERY = sys.maxsize  # as a limit
+_OF_A_TASK = 100  # problems, where no flag says how many
 
 QuestionsFlag = Annotated[
     Path | None,
@@ -69,3 +72,31 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
         return answer_in(completion) == problem.answer
 
     return Task(path.stem, lambda limit, seed: problems[:limit], score)
+
+
+def refuse_both(flags: Any, tasks: str) -> None:
+    """Refuses what does nothing of a command's `questions`, `match` and `tasks`, the name of its field of tasks.
+
+    Raises:
+      UserError: names the flag.
+    """
+    refuse_beside(
+        flags, {"match": "it with --questions"} if flags.questions is None else {tasks: "it without --questions"}
+    )
+
+
+def asked(flags: Any, names: Sequence[str], model: Model) -> list[tuple[Task, list[Problem]]]:
+    """The tasks of these names with their problems, or in their place the questions that the flags of a command name.
+
+    Args:
+      flags: with `questions`, `match`, `limit` and `decode`.
+      names: of tasks.
+      model: as of `questions`.
+
+    Raises:
+      UserError: as `questions`, or there is no task of a name.
+    """
+    if flags.questions is None:
+        return [(of, of.problems(flags.limit or _OF_A_TASK, 0)) for of in map(task, names)]
+    of = questions(model, flags.questions, flags.match, flags.decode.max_new_tokens)
+    return [(of, of.problems(flags.limit or EVERY, 0))]
