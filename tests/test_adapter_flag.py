@@ -25,6 +25,7 @@ from wedlm_jax.train_state import new_state
 COMMANDS = {
     "generate.__main__": ["--prompt", "Anna has"],
     "chat.__main__": ["--plain"],
+    "serve.__main__": ["--port", "0"],
     "evaluate": ["--task", "counting", "--limit", "1"],
     "bench": ["--tasks", "counting", "--batches", "1", "--prompts", "8", "--outputs", "4"],
     "tradeoff": ["--limit", "1"],

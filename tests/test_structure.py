@@ -27,7 +27,7 @@ FLOORS = (
     {"evals", "study"},
     {"experiment"},
     {"workdir"},
-    {"__init__", "generate", "chat"},  # the public surface
+    {"__init__", "generate", "chat", "serve"},  # the public surface
     {"ahead_of_time", "self_generation"},
     {"train", "evaluate", "bench", "tradeoff", "cacheability", "open_ended", "convert", "calibrate", "data.__main__"},
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 from wedlm_jax import generate
@@ -32,6 +33,41 @@ def test_every_thread_gets_the_completion_of_its_request():
             assert same(answer, generate(talker(), [prompt], config)[0])
     assert sum(answer.finish_reason == "cancelled" for answer in answers) <= 3
     assert (shared.waiting, shared.running) == (0, 0)
+
+
+def test_the_last_piece_is_not_lost_where_another_thread_brings_it_between_two_looks():
+    served = engine()
+    ticket = served.submit([5, 6, 7], talk("verified", max_new_tokens=10))
+
+    class Looked(deque):
+        """Another thread ends the request once this one has found no piece."""
+
+        def __bool__(self) -> bool:
+            found = len(self) > 0
+            if not found:
+                served.run()
+            return found
+
+    ticket._commits = Looked()
+    assert [i for commit in ticket for i in commit.ids] == ticket.result().ids
+
+
+def test_no_piece_is_lost_where_another_thread_brings_it_while_they_are_taken():
+    served = engine()
+    ticket = served.submit([5, 6, 7], talk("verified", max_new_tokens=10))
+
+    class Read(deque):
+        """Another thread ends the request once this one has read all pieces."""
+
+        def __iter__(self):
+            yield from [self[i] for i in range(len(self))]
+            served.run()
+
+    ticket._commits, taken = Read(), []
+    while not ticket.done:
+        taken += ticket.take()
+        served.step()
+    assert [i for commit in [*taken, *ticket.take()] for i in commit.ids] == ticket.result().ids
 
 
 def test_who_waits_has_the_next_turn():

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from tests.evals.models import tiny_model
 from wedlm_jax.data.stdlib_code import CodeFile
@@ -16,7 +15,6 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals import open_ended
 from wedlm_jax.evals.open_ended import by_level, code_prompts, distinct, judge, mauve_score, measure, repetition
 from wedlm_jax.evals.sweep import ADAPTED, Setting
-from wedlm_jax.model.transformer import Transformer
 
 FILES = [CodeFile(f"{i}.py", "".join(f"x{i} = {j}\n" for j in range(60))) for i in range(3)]
 
@@ -41,23 +39,6 @@ def test_the_judge_is_one_plain_forward(lengths):
     hidden = model.hidden(tokens, positions=positions)[0, -1]
     np.testing.assert_allclose(found.feature, hidden, rtol=1e-5, atol=1e-5)
     assert judge(model, prompt, []).nats == 0
-
-
-def test_the_logits_of_few_positions_are_held_at_a_time_however_long_the_text(monkeypatch):
-    seen, logits = [], Transformer.logits
-    monkeypatch.setattr(Transformer, "logits", lambda self, hidden: seen.append(hidden.shape) or logits(self, hidden))
-    graph, params = nnx.split(tiny_model().transformer)
-    open_ended._judge.lower(graph, params, np.zeros((1, 2048), np.int32), np.int32(5), np.int32(2000))
-    assert {math.prod(shape[:-1]) for shape in seen} == {open_ended.JUDGED_AT_ONCE}
-
-
-def test_a_text_that_memory_does_not_hold_is_one_line(monkeypatch):
-    def full(*_):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 20 bytes.")
-
-    monkeypatch.setattr(open_ended, "_judge", full)
-    with pytest.raises(UserError, match="out of memory with one forward over 32 tokens, .* lower max_new_tokens"):
-        judge(tiny_model(), [5, 9, 7], [20])
 
 
 def test_an_empty_reference_is_told_before_anything_is_decoded(monkeypatch):

@@ -67,20 +67,23 @@ class Ticket:
         Raises:
           UserError: the memory for this request could not be had.
         """
-        # One at a time: whoever takes them may run the engine before asking for the next.
-        while self._commits or not self.done:
-            if self._commits:
+        while True:
+            last = (
+                self.done
+            )  # asked before the commits are looked at: another thread may bring the last ones in between
+            # One at a time: whoever takes them may run the engine before asking for the next.
+            while self._commits:
                 yield self._commits.popleft()
-            else:
-                self._engine.step()
+            if last:
+                break
+            self._engine.step()
         if self.error is not None:
             raise self.error
 
     def take(self) -> list[Commit]:
-        """The commits that nobody has taken yet, without running the engine: for a loop that serves several tickets."""
-        commits = list(self._commits)
-        self._commits.clear()
-        return commits
+        """The commits that nobody has taken yet, without running the engine: for a loop that serves several tickets. Where `done`
+        was true before, they are the last."""
+        return [self._commits.popleft() for _ in range(len(self._commits))]  # another thread may bring more meanwhile
 
     def result(self) -> Completion:
         """Runs the engine until this request is done. A cancelled one returns what it had.
@@ -132,8 +135,8 @@ class Ticket:
 
     def _finish(self, reason: FinishReason) -> None:
         self.window = []
-        plain = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
-        self.completion = dataclasses.replace(plain, **self._verification())
-        self._verification = dict  # what it read, the state of all rows, is not held any longer
         if commit := self._pieces.next(self.ids, finished=True):
             self._commits.append(commit)
+        plain = completion(self._engine.model, self.request.config, self.ids, reason, self.stats)
+        self.completion = dataclasses.replace(plain, **self._verification())  # now it is done, for every thread
+        self._verification = dict  # what it read, the state of all rows, is not held any longer

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import CodeFile
-from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.scores import score
 from wedlm_jax.decode.stats import Completion
-from wedlm_jax.errors import UserError, out_of_memory
+from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import Row, Setting, setting_by_setting
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
-from wedlm_jax.ops.categorical import entropy, log_prob
 
 LEVELS = ("low", "medium", "high")  # thirds of the prompts by their mean entropy
 REPEATED = 4  # n of the n-grams that count as repetition
-JUDGED_AT_ONCE = 256  # positions whose logits are held at a time: 156 MB of a vocabulary of 152k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,41 +83,9 @@ def judge(model: Model, prompt: Sequence[int], ids: Sequence[int]) -> Judged:
     Raises:
       UserError: it does not fit in memory.
     """
-    tokens = np.zeros(bucket(len(prompt) + len(ids)), np.int32)
-    tokens[: len(prompt) + len(ids)] = [*prompt, *ids]
-    graph, params = nnx.split(model.transformer)
-    try:
-        parts = _judge(graph, params, tokens[None], np.int32(len(prompt)), np.int32(len(prompt) + len(ids)))
-        mean_entropy, nats, feature = (np.asarray(x) for x in parts)
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError(
-            f"out of memory with one forward over {len(tokens)} tokens, which judges a text of {len(ids)} behind a prompt of "
-            f"{len(prompt)}: shorten the prompts or lower max_new_tokens"
-        ) from error
-    return Judged(float(mean_entropy), float(nats), feature)
-
-
-@functools.partial(jax.jit, static_argnames="graph")
-def _judge(
-    graph: nnx.GraphDef, params: nnx.State, tokens_1L: jax.Array, prompt: jax.Array, end: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Mean entropy along the prompt, cross-entropy of what is behind it, last hidden state."""
-    transformer = nnx.merge(graph, params)
-    place = jnp.arange(tokens_1L.shape[1])
-    hidden_1LD = transformer.hidden(tokens_1L, positions=place[None])
-    following = jnp.roll(tokens_1L[0], -1)
-
-    def at_some(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        logits_CV = transformer.logits(chunk[0])
-        return entropy(logits_CV), log_prob(logits_CV, chunk[1])
-
-    C = min(JUDGED_AT_ONCE, len(place))  # a divisor: both are powers of two
-    chunks = hidden_1LD.reshape(-1, C, hidden_1LD.shape[-1]), following.reshape(-1, C)
-    entropies, log_p = (x.reshape(-1) for x in jax.lax.map(at_some, chunks))
-    scored = (place >= prompt - 1) & (place < end - 1)
-    return jnp.sum(jnp.where(place < prompt, entropies, 0)) / prompt, -jnp.sum(log_p * scored), hidden_1LD[0, end - 1]
+    scores = score(model, [*prompt, *ids])
+    behind = scores.log_probs[len(prompt) - 1 :]
+    return Judged(float(scores.entropies[: len(prompt)].mean()), -float(behind.sum()), scores.hidden)
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float:

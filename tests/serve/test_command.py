@@ -1,0 +1,82 @@
+"""`python -m wedlm_jax.serve`: it says where it is, answers, and ends with the signal; bad flags are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from wedlm_jax import DecodeConfig, generate, load, save
+from wedlm_jax.serve import __main__ as command
+
+from .client import chatty
+
+FLAGS = ("--decoder", "ar", "--max-new-tokens", "9", "--context", "120", "--rows", "2", "--name", "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "chat"
+    save(chatty(), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_serves_until_a_signal_ends_it(folder, number):
+    started = [sys.executable, "-m", "wedlm_jax.serve", "--model", folder, "--port", "0", *FLAGS]
+    with subprocess.Popen(
+        started, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    ) as process:
+        try:
+            said: list[str] = []
+            while not said or "Ctrl-C ends" not in said[-1]:
+                said.append(process.stderr.readline())
+                assert said[-1], said
+            url = re.search(r"^tiny at (http://127\.0\.0\.1:\d+/v1): 2 rows of 120 tokens", said[-1])[1]
+            body = json.dumps({"model": "tiny", "prompt": "Tom has 3", "seed": 0}).encode()
+            request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=60) as reply:
+                (choice,) = json.loads(reply.read())["choices"]
+            (expected,) = generate(load(folder), ["Tom has 3"], DecodeConfig("ar", max_new_tokens=9))
+            assert choice["text"] == expected.text
+            process.send_signal(number)
+            rest = process.stderr.read()
+            assert process.wait(60) == 0
+            assert re.fullmatch(r"127\.0\.0\.1 POST /v1/completions: 9 tokens, 1\.00 per forward, .* s\nending\n", rest)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        (("--rows", "0"), "rows=0"),
+        (("--context", "100000"), "context=100000: the model's is 512"),
+        (("--seed", "3"), "--seed does nothing here"),
+        (("--host", "no.such.host.invalid"), "--host no.such.host.invalid --port 0"),
+        (("--model", "nowhere"), "nowhere: no such directory"),
+        (("--window-size", "0"), "window_size=0"),
+    ],
+)
+def test_bad_flags_are_one_line(folder, flags, complaint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", folder, "--port", "0", *flags])
+    with pytest.raises(SystemExit) as exit:
+        command.main()
+    message = capsys.readouterr().err
+    assert exit.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+
+
+def test_a_port_in_use_is_told_before_a_model_is_loaded(folder, monkeypatch, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr(sys, "argv", ["serve", "--model", "nowhere", "--port", port])
+        with pytest.raises(SystemExit):
+            command.main()
+    assert capsys.readouterr().err == f"error: --host 127.0.0.1 --port {port}: address already in use; choose another\n"

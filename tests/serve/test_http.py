@@ -1,0 +1,294 @@
+"""The server answers what `generate` would, whole and in streams, to many at once; it refuses in JSON; who leaves is let go."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from wedlm_jax import generate
+from wedlm_jax.errors import UserError
+from wedlm_jax.serve.http import Server
+
+from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, serving
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as server:
+        yield server
+
+
+def alone(prompt, n: int = 1, **changes):
+    return generate(chatty(), [prompt], dataclasses.replace(DEFAULTS, **changes), n)
+
+
+def test_text_is_completed_as_by_generate(server):
+    status, answer = ask(server, COMPLETIONS, {"model": "tiny", "prompt": "Tom has 3", "seed": 0})
+    (expected,) = alone("Tom has 3")
+    (choice,) = answer["choices"]
+    assert (status, answer["object"], answer["model"], answer["seed"]) == (200, "text_completion", "tiny", 0)
+    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
+    assert choice["stats"] == expected.stats.as_dict()
+    prompt, completed = len(chatty().tokenizer.encode("Tom has 3")), len(expected.ids)
+    counted = {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    assert list(counted.values()) == [prompt, completed, prompt + completed]
+
+
+def test_messages_are_answered_as_by_generate(server):
+    messages = [{"role": "user", "content": "Tom?"}]
+    (expected,) = alone(messages, decoder="ar", max_new_tokens=5)
+    asked = {"messages": messages, "decoder": "ar", "max_tokens": 5, "logprobs": True, "return_token_ids": True}
+    status, answer = ask(server, CHAT, asked)
+    (choice,) = answer["choices"]
+    assert (status, answer["object"]) == (200, "chat.completion")
+    assert choice["message"] == {"role": "assistant", "content": expected.text}
+    assert choice["token_ids"] == expected.ids
+    said = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    np.testing.assert_allclose(said, expected.log_probs, atol=1e-4)
+
+
+def test_prompts_and_their_completions_are_choices_in_order(server):
+    prompts = ["Tom has 3", [5, 6, 7]]
+    _, answer = ask(server, COMPLETIONS, {"prompt": prompts, "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 6})
+    expected = generate(chatty(), prompts, dataclasses.replace(DEFAULTS, temperature=1.0, seed=3, max_new_tokens=6), 2)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == [c.text for c in expected]
+    assert answer["usage"]["prompt_tokens"] == len(chatty().tokenizer.encode("Tom has 3")) + 3
+
+
+def test_the_seed_of_an_answer_draws_it_again(server):
+    asked = {"prompt": "Tom has 3", "temperature": 1.0}
+    _, answer = ask(server, COMPLETIONS, asked)
+    _, again = ask(server, COMPLETIONS, {**asked, "seed": answer["seed"]})
+    assert again["choices"][0]["text"] == answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("stop", [None, "e"])
+def test_a_stream_of_text_joins_to_the_answer(server, stop):
+    asked = {"prompt": ["Tom has 3", "Anna"], "seed": 0, "stop": stop, "return_token_ids": True}
+    _, whole = ask(server, COMPLETIONS, asked)
+    said = events(server, COMPLETIONS, {**asked, "stream_options": {"include_usage": True}})
+    *said, counted = said
+    assert counted["choices"] == [] and counted["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        own = [event["choices"][0] for event in said if event["choices"][0]["index"] == choice["index"]]
+        assert "".join(part["text"] for part in own) == choice["text"]
+        assert [token for part in own for token in part.get("token_ids", [])] == choice["token_ids"]
+        assert [part["finish_reason"] for part in own[:-1]] == [None] * (len(own) - 1)
+        assert (own[-1]["finish_reason"], own[-1]["stats"]) == (choice["finish_reason"], choice["stats"])
+    assert {event["id"] for event in said} == {counted["id"]}
+
+
+def test_a_stream_of_a_chat_begins_with_the_role_and_joins_to_the_answer(server):
+    asked = {"messages": [{"role": "user", "content": "Tom?"}], "seed": 0}
+    _, whole = ask(server, CHAT, asked)
+    first, *said = (event["choices"][0] for event in events(server, CHAT, asked))
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(part["delta"].get("content", "") for part in said) == whole["choices"][0]["message"]["content"]
+    assert said[-1]["delta"] == {} and said[-1]["finish_reason"] == whole["choices"][0]["finish_reason"]
+
+
+def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(server):
+    prompt = [5, 9, 7, 20, 300]
+    asked = {"prompt": [prompt, prompt[:3]], "max_tokens": 1, "logprobs": 1, "echo": True, "decoder": "streaming"}
+    _, answer = ask(server, COMPLETIONS, asked)
+    model = chatty()
+    logits = model(jnp.asarray([prompt]), positions=jnp.arange(len(prompt))[None])[0]
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    for choice, length in zip(answer["choices"], (5, 3), strict=True):
+        said = choice["logprobs"]
+        assert said["tokens"][:length] == [model.tokenizer.decode([i]) for i in prompt[:length]]
+        assert choice["text"].startswith(model.tokenizer.decode(prompt[:length]))
+        assert said["token_logprobs"][0] is None and said["top_logprobs"][0] is None
+        expected = [log_p[i, prompt[i + 1]] for i in range(length - 1)]
+        np.testing.assert_allclose(said["token_logprobs"][1:length], expected, atol=1e-5)
+        largest = [list(top.values()) for top in said["top_logprobs"][1:length]]
+        np.testing.assert_allclose(largest, log_p[: length - 1].max(-1, keepdims=True), atol=1e-5)
+        assert len(said["token_logprobs"]) == length + 1  # and the one that was generated
+
+
+def test_an_answer_that_nobody_limits_ends_where_the_context_does(server):
+    _, answer = ask(server, COMPLETIONS, {"prompt": [5] * 90, "seed": 0, "stop_ids": []})
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 6
+    status, refused = ask(server, COMPLETIONS, {"prompt": [5] * 90, "max_tokens": 7})
+    assert status == 400 and "exceed the engine's context=96" in refused["error"]["message"]
+
+
+def test_clients_at_once_each_get_their_own_answer(server):
+    prompts = [[5, 6, 7 + i] for i in range(10)]
+
+    def client(prompt):
+        asked = {"prompt": prompt, "seed": 0, "max_tokens": 8}
+        if prompt[-1] % 2:
+            return "".join(event["choices"][0]["text"] for event in events(server, COMPLETIONS, asked))
+        return ask(server, COMPLETIONS, asked)[1]["choices"][0]["text"]
+
+    with ThreadPoolExecutor(5) as threads:
+        answers = list(threads.map(client, prompts))
+    assert answers == [alone(prompt, max_new_tokens=8)[0].text for prompt in prompts]
+
+
+def test_a_connection_serves_one_request_after_another(server):
+    with contextlib.closing(connect(server)) as connection:
+        for path, status in (("/v1/models", 200), ("/nowhere", 404), ("/health", 200)):
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
+        for prompt, status in (("Tom", 200), ("", 400), ("Tom", 200)):
+            connection.request("POST", COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": 2}), JSON)
+            reply = connection.getresponse()
+            assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
+
+
+def test_the_model_is_listed_by_its_name(server):
+    with contextlib.closing(connect(server)) as connection:
+        connection.request("GET", "/v1/models?limit=5")
+        (model,) = json.loads(connection.getresponse().read())["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 96)
+
+
+@pytest.mark.parametrize(
+    "path, body, headers, status, complaint",
+    [
+        ("/v1/embeddings", {}, JSON, 404, "/v1/embeddings: nothing is here; /v1/completions and"),
+        (COMPLETIONS, {"prompt": "Tom", "model": "gpt"}, JSON, 404, "model='gpt': not served here; take 'tiny'"),
+        (COMPLETIONS, {"prompt": "Tom", "tau": 1}, JSON, 400, "'tau': no such field"),
+        (COMPLETIONS, {"prompt": [600]}, JSON, 400, "token id 600 is not in the vocabulary"),
+        (COMPLETIONS, {"prompt": ["Tom", ""]}, JSON, 400, "prompt 1 is empty"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, JSON, 400, "message 0: content must be text"),
+        (COMPLETIONS, b"{", JSON, 400, "the body is no JSON"),
+        (COMPLETIONS, b"[" * 100_000, JSON, 400, "the body is no JSON"),
+        (COMPLETIONS, {"prompt": "Tom"}, {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Host": "evil.example:80"}, 403, "ask for localhost"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 12}, 413, "the body may have"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
+    ],
+)
+def test_what_is_refused_is_told_in_json(server, path, body, headers, status, complaint, capsys):
+    code, answer = ask(server, path, body, headers)
+    assert (code, answer["error"]["code"]) == (status, status)
+    assert complaint in answer["error"]["message"]
+    assert complaint in capsys.readouterr().err
+    assert (server.service.engine.waiting, server.service.engine.running) == (0, 0)
+
+
+@pytest.mark.parametrize("host", ["localhost:80", "LOCALHOST", "127.0.0.1", "[::1]:80"])
+def test_this_machine_may_be_called_by_its_address(server, host):
+    assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1}, {**JSON, "Host": host})[0] == 200
+
+
+def test_more_requests_than_may_wait_are_refused_whole():
+    with serving(queue=2) as server:
+        status, answer = ask(server, COMPLETIONS, {"prompt": ["Tom"] * 3})
+        assert status == 429 and "queue=2" in answer["error"]["message"]
+        assert server.service.engine.waiting == 0
+        assert ask(server, COMPLETIONS, {"prompt": ["Tom"] * 2, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_row_of_a_client_that_leaves_is_free_again(stream):
+    with serving(context=512, rows=1) as server:
+        engine = server.service.engine
+        with contextlib.closing(connect(server)) as connection:
+            body = {"prompt": "Tom", "decoder": "ar", "max_tokens": 500, "stop_ids": [], "stream": stream}
+            connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+            wait_for(lambda: engine.running == 1)
+        wait_for(lambda: engine.running == 0)
+        assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1})[0] == 200
+
+
+def test_a_server_that_ends_answers_with_what_it_has():
+    with serving(context=512, rows=1) as server, ThreadPoolExecutor(1) as thread:
+        body = {"prompt": "Tom", "decoder": "ar", "max_tokens": 500, "stop_ids": []}
+        answer = thread.submit(ask, server, COMPLETIONS, body)
+        wait_for(lambda: server.service.engine.running == 1)
+        server.service.close()
+        status, said = answer.result()
+        assert (status, said["choices"][0]["finish_reason"]) == (200, "cancelled")
+        assert ask(server, COMPLETIONS, {"prompt": "Tom"})[0] == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails_ends_the_server(stream, monkeypatch, capfd):
+    ended = threading.Event()
+    with serving() as server:
+        monkeypatch.setattr(server.service, "_broken", ended.set)
+
+        def fail() -> bool:
+            raise RuntimeError("a device was lost")
+
+        monkeypatch.setattr(server.service.engine, "step", fail)
+        body = {"prompt": "Tom", "stream": stream}
+        if stream:
+            with contextlib.closing(connect(server)) as connection:
+                connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+                last = json.loads(connection.getresponse().read().decode().strip().split("data: ")[-1])
+        else:
+            status, last = ask(server, COMPLETIONS, body)
+            assert status == 500
+        assert last["error"] == {
+            "message": "RuntimeError: a device was lost", "type": "server_error", "param": None, "code": 500
+        }  # fmt: skip
+        assert ended.wait(10)
+        assert "a device was lost" in capfd.readouterr().err
+
+
+def test_memory_that_runs_out_is_a_reply(monkeypatch):
+    with serving() as server:
+        monkeypatch.setattr(server.service.engine, "step", lambda: fail_all(server))
+        status, answer = ask(server, COMPLETIONS, {"prompt": "Tom"})
+        assert (status, answer["error"]["message"]) == (503, "out of memory")
+
+
+def fail_all(server: Server) -> bool:
+    for ticket in server.service._open:
+        ticket.fail(UserError("out of memory"))
+    return False
+
+
+def test_a_body_that_is_cut_short_is_no_request(server):
+    with socket.create_connection(server.server_address[:2]) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{")
+        raw.shutdown(socket.SHUT_WR)
+        assert raw.recv(1) == b""
+
+
+def test_what_is_no_http_is_refused_in_json(server):
+    with socket.create_connection(server.server_address[:2]) as raw:
+        raw.sendall(b"HELLO\r\n\r\n")
+        reply = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert json.loads(reply[reply.index(b"{") :])["error"]["code"] == 400
+
+
+def test_a_place_where_nobody_can_listen_is_one_line(server):
+    host, port = server.server_address[:2]
+    with pytest.raises(UserError, match=f"--host {host} --port {port}: address already in use; choose another"):
+        Server(host, port)
+    with pytest.raises(UserError, match="--port 99999: .*; choose another"):
+        Server("127.0.0.1", 99999)
+
+
+def test_others_than_this_machine_are_served_by_any_name():
+    """Where the command says so: `--host 0.0.0.0`."""
+    with serving("0.0.0.0") as server:
+        assert not server.is_local
+        assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1}, {**JSON, "Host": "box.lan"})[0] == 200
+
+
+def wait_for(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen within 30 s")

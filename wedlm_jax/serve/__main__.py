@@ -1,0 +1,95 @@
+"""Serve a model to programs that speak OpenAI's HTTP protocol: chat windows, `openai`, lm-eval.
+
+python -m wedlm_jax.serve --model DIR
+python -m wedlm_jax.serve --model DIR --decoder streaming --entropy-threshold 0.6 --rows 32
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import threading
+from typing import Annotated, Literal
+
+import tyro
+
+from wedlm_jax import pretrained
+from wedlm_jax.decode.calibration import calibration_in_use
+from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.engine import Engine
+from wedlm_jax.engine.memory import in_words
+from wedlm_jax.errors import UserError, entry
+from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.serve.http import Server
+from wedlm_jax.serve.service import Service
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve:
+    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
+    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
+    adapter: AdapterFlag = None
+    name: str | None = None
+    """How clients name the model; None is what --model says."""
+    host: str = "127.0.0.1"
+    """Address to listen at. Nobody is asked for a key: others than 127.0.0.1 open the model to the network."""
+    port: int = 8000
+    """0 takes a free one."""
+    rows: int = 8
+    """Requests that are decoded at once; others wait."""
+    context: int | None = None
+    """Tokens of a prompt and its answer at most; None is the model's, at most 4096."""
+    queue: int = 256
+    """Requests that may wait; more are refused with status 429."""
+    steps: int = 4
+    """Forwards between two looks at who has come, left or finished: fewer stream in smaller pieces, more cost the host less."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
+
+
+def serve(args: Serve) -> None:
+    """Answers until SIGINT or SIGTERM, which end running answers with what they have."""
+    if args.decode.seed != DecodeConfig.seed:
+        raise UserError("--seed does nothing here: a request brings its own, or draws another one each time")
+    with Server(args.host, args.port) as server:
+        model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+        engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
+        for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
+            say(line)
+        failed = threading.Event()
+
+        def end() -> None:
+            failed.set()
+            server.shutdown()
+
+        server.service = Service(engine, args.name or args.model, args.decode, broken=end)
+        say("compiling")
+        engine.submit([0, 0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
+        say(
+            f"{server.service.name} at {server.url}: {args.rows} rows of {engine.context} tokens, a cache of "
+            f"{in_words(engine.cache_bytes)}; Ctrl-C ends"
+        )
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            say("ending")
+        server.service.close()
+    if failed.is_set():
+        raise UserError("a step failed, and the engine is of no use after it; start it again")
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@entry
+def main() -> None:
+    serve(parse(Serve, prog="python -m wedlm_jax.serve", description=__doc__))
+
+
+if __name__ == "__main__":
+    main()

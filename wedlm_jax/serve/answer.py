@@ -1,0 +1,126 @@
+"""An answer in OpenAI's words: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from wedlm_jax.decode.scores import Scores
+from wedlm_jax.decode.stats import Completion
+from wedlm_jax.decode.text import Commit
+from wedlm_jax.engine import Ticket
+from wedlm_jax.serve.asked import Asked
+
+Json = dict[str, Any]
+
+
+class Answer:
+    """To one request, whose completions are its choices: those of a prompt side by side.
+
+    Beside OpenAI's fields a choice holds `stats` (the counters of `Stats`), and the answer the `seed` that draws it again.
+
+    Args:
+      model: as clients name it.
+      tokenizer: of the model, or None.
+      score: of the tokens of an echoed prompt.
+      asked: the request.
+      tickets: one for each choice.
+      chat: whether in the words of `chat/completions`.
+    """
+
+    def __init__(
+        self, model: str, tokenizer: Any, score: Callable[[Sequence[int]], Scores], asked: Asked, tickets: Sequence[Ticket],
+        *, chat: bool,
+    ):  # fmt: skip
+        self._tokenizer, self._score, self._asked, self._tickets, self._chat = tokenizer, score, asked, tickets, chat
+        self._kind = "chat.completion" if chat else "text_completion"
+        self._head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "seed": asked.config.seed,
+        }
+
+    def whole(self) -> Json:
+        """Once all tickets are done."""
+        choices = [self._whole_choice(index, ticket) for index, ticket in enumerate(self._tickets)]
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
+
+    def began(self) -> list[Json]:
+        """The events before the first piece."""
+        if not self._chat:
+            return []
+        return [self._event(i, {"delta": {"role": "assistant", "content": ""}}) for i in range(len(self._tickets))]
+
+    def piece(self, index: int, commit: Commit) -> Json:
+        """The event of what choice `index` has committed."""
+        text = commit.text or ""
+        said: Json = {"delta": {"content": text}} if self._chat else {"text": text}
+        return self._event(index, said | ({"token_ids": commit.ids} if self._asked.token_ids else {}))
+
+    def ended(self, index: int) -> Json:
+        """The event behind the last piece of choice `index`."""
+        said: Json = {"delta": {}} if self._chat else {"text": ""}
+        return self._event(index, said | _end(self._tickets[index].result()))
+
+    def counted(self) -> list[Json]:
+        """The event behind all others, where the client asks for it."""
+        if not self._asked.counts_usage:
+            return []
+        return [{**self._head, "object": self._event_kind, "choices": [], "usage": self._usage()}]
+
+    @property
+    def _event_kind(self) -> str:
+        return "chat.completion.chunk" if self._chat else "text_completion"
+
+    def _event(self, index: int, said: Json) -> Json:
+        choice = {"index": index, "finish_reason": None, "logprobs": None, **said}
+        return {**self._head, "object": self._event_kind, "choices": [choice]}
+
+    def _whole_choice(self, index: int, ticket: Ticket) -> Json:
+        completion = ticket.result()
+        text = completion.text or ""
+        if self._asked.echo:
+            text = self._name(ticket.request.prompt) + text
+        said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        log_probs = self._log_probs(ticket, completion) if self._asked.log_probs else None
+        ids = {"token_ids": completion.ids} if self._asked.token_ids else {}
+        return {"index": index, **said, "logprobs": log_probs, **_end(completion), **ids}
+
+    def _log_probs(self, ticket: Ticket, completion: Completion) -> Json:
+        """One entry for each token, a stop id too, in nats."""
+        ids, log_probs = completion.ids, completion.log_probs or [None] * len(completion.ids)
+        likeliest: list[Json | None] = [None] * len(ids)
+        if self._asked.echo:
+            prompt = ticket.request.prompt
+            scores = self._score(prompt)
+            pairs = zip(scores.likeliest[:-1].tolist(), scores.largest[:-1].tolist(), strict=True)
+            ids = [*prompt, *ids]
+            log_probs = [None, *scores.log_probs.tolist(), *log_probs]  # of the first token nothing is said
+            likeliest = [None, *({self._name([token]): p} for token, p in pairs), *likeliest]
+        names = [self._name([i]) for i in ids]
+        if not self._chat:
+            return {"tokens": names, "token_logprobs": log_probs, "top_logprobs": likeliest, "text_offset": None}
+        entries = zip(names, log_probs, strict=True)
+        return {"content": [{"token": n, "logprob": p, "bytes": None, "top_logprobs": []} for n, p in entries]}
+
+    def _name(self, ids: Sequence[int]) -> str:
+        return str(ids) if self._tokenizer is None else self._tokenizer.decode(ids)
+
+    def _usage(self) -> Json:
+        prompts = self._tickets[:: self._asked.n]  # a prompt counts once, however often it is completed
+        prompt = sum(len(ticket.request.prompt) for ticket in prompts)
+        completed = sum(len(ticket.ids) for ticket in self._tickets)
+        reused = sum(ticket.reused_tokens for ticket in prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completed,
+            "total_tokens": prompt + completed,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
+
+
+def _end(completion: Completion) -> Json:
+    return {"finish_reason": completion.finish_reason, "stats": completion.stats.as_dict()}

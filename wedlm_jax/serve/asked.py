@@ -1,0 +1,141 @@
+"""What a client asks: the fields of OpenAI's `completions` and `chat/completions`, as prompts and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wedlm_jax.decode.config import DecodeConfig, at_least_one
+from wedlm_jax.decode.prompts import Prompt, shown
+from wedlm_jax.errors import UserError
+
+SETTINGS = {field.name for field in dataclasses.fields(DecodeConfig)}  # each a field of its own name
+LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")  # names of one thing
+WORDS = {"none": None, "inf": math.inf}  # of entropy_threshold, for which JSON has no numbers
+# What no decoder here does, and the values at which it would change nothing.
+IDLE: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+UNREAD = ("metadata", "user")  # names of the client's own
+SEEDS = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """One request: every prompt is completed `n` times."""
+
+    prompts: list[Prompt]
+    config: DecodeConfig
+    limited: bool  # whether the client says how many tokens; else an answer may be as long as there is room
+    n: int = 1
+    stream: bool = False
+    counts_usage: bool = False  # a stream ends with an event that counts tokens
+    log_probs: bool = False
+    echo: bool = False  # the text of an answer begins with the prompt, whose tokens have log-probabilities too
+    token_ids: bool = False
+
+
+def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
+    """The request that a JSON body holds.
+
+    A field that is null is one that was left out. What is left out is as in `defaults`, but for the seed, which is another one
+    for each request.
+
+    Raises:
+      UserError: names the field that is missing, unknown, or asks for what is not done here.
+    """
+    if not isinstance(body, Mapping):
+        raise UserError(f"the body must be a JSON object, not {shown(body)}")
+    given = {name: value for name, value in body.items() if value is not None and name not in (*UNREAD, "model")}
+    for name, idle in IDLE.items():
+        if (value := given.pop(name, None)) is not None and value not in idle:
+            raise UserError(f"{name}={shown(value)}: is not done here; leave it out")
+    n = at_least_one("n", given.pop("n", 1))
+    stream, token_ids = (_flag(given, name) for name in ("stream", "return_token_ids"))
+    options = given.pop("stream_options", {})
+    if not isinstance(options, Mapping):
+        raise UserError(f"stream_options={shown(options)}: must be an object")
+    prompts = [_messages(given.pop("messages", None))] if chat else _prompts(given.pop("prompt", None))
+    echo = not chat and _flag(given, "echo")
+    log_probs = _log_probs(given, chat, echo)
+    if stream and (log_probs or echo):
+        raise UserError("logprobs and echo: come with whole answers alone; leave out stream")
+    limits = {name: given.pop(name) for name in LIMITS if name in given}
+    if len(limits) > 1:
+        raise UserError(f"{' and '.join(limits)}: are names of one thing; give one of them")
+    for name, value in limits.items():
+        given["max_new_tokens"] = at_least_one(name, value)
+    if unknown := [name for name in given if name not in SETTINGS]:
+        raise UserError(f"{shown(unknown[0])}: no such field of this request")
+    settings: dict[str, Any] = {"seed": secrets.randbelow(SEEDS), **given}
+    if isinstance(settings.get("stop"), str):
+        settings["stop"] = (settings["stop"],)
+    if isinstance(tau := settings.get("entropy_threshold"), str):
+        settings["entropy_threshold"] = WORDS.get(tau, tau)
+    config = dataclasses.replace(defaults.by(settings.get("decoder", defaults.decoder)), **settings)
+    if log_probs and not echo and not config.reads_chain:
+        raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
+    return Asked(
+        prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(dict(options), "include_usage"),
+        log_probs=log_probs, echo=echo, token_ids=token_ids,
+    )  # fmt: skip
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    value = given.pop(name, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{name}={shown(value)}: must be true or false")
+    return value
+
+
+def _log_probs(given: dict[str, Any], chat: bool, echo: bool) -> bool:
+    """Whether of the tokens themselves. OpenAI writes true for messages, and for text how many tokens to set beside each: here
+    the likeliest, beside those of an echoed prompt, which is what lm-eval asks for."""
+    value = given.pop("logprobs", False)
+    if value is False or (chat and value is True):
+        return value
+    if chat or isinstance(value, bool) or value not in ((0, 1) if echo else (0,)):
+        asked = "true or false" if chat else "0, or with echo 1: other tokens than the chosen ones are not kept"
+        raise UserError(f"logprobs={shown(value)}: must be {asked}")
+    return True
+
+
+def _prompts(prompt: Any) -> list[Prompt]:
+    """A prompt or a list of them, each text or token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(part, (str, list)) for part in prompt):
+            return prompt
+        if not any(isinstance(part, (str, list, dict)) for part in prompt):
+            return [prompt]
+    raise UserError(f"prompt={shown(prompt)}: must be text, token ids, or a list of these")
+
+
+def _messages(messages: Any) -> Prompt:
+    """Messages with their content as text: OpenAI allows a list of parts, of which text is understood."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        raise UserError(f'messages={shown(messages)}: must be a list of {{"role": ..., "content": ...}}')
+    return [{**m, "content": _text(m["content"], i)} if "content" in m else m for i, m in enumerate(messages)]
+
+
+def _text(content: Any, number: int) -> Any:
+    if not isinstance(content, Sequence) or isinstance(content, str):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"messages: message {number}: {shown(part)} is no text, and the model reads nothing else")
+    return "".join(part["text"] for part in content)

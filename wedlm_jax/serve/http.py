@@ -1,0 +1,256 @@
+"""OpenAI's protocol over HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import select
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from wedlm_jax.engine import QueueFull, Ticket
+from wedlm_jax.errors import UserError, reason
+from wedlm_jax.serve.answer import Answer
+from wedlm_jax.serve.asked import read_asked
+from wedlm_jax.serve.service import Closed, Service
+
+LARGEST_BODY = 64 << 20  # bytes
+SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class Refused(Exception):
+    """A request that is not served, with its status."""
+
+    def __init__(self, status: HTTPStatus, message: str):
+        super().__init__(message)
+        self.status = status
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Server(ThreadingHTTPServer):
+    """Listens for clients of a service.
+
+    Args:
+      host, port: where; port 0 takes a free one.
+
+    Raises:
+      UserError: nobody can listen there.
+    """
+
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int):
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.service: Service  # set before it serves: what listens first fails before a model is loaded
+        try:
+            super().__init__((host, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UserError(f"--host {host} --port {port}: {reason(error).lower()}; choose another") from error
+
+    @property
+    def url(self) -> str:
+        host, port = self.server_address[:2]
+        shown = f"[{host!s}]" if ":" in str(host) else host
+        return f"http://{shown!s}:{port}/v1"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether programs of this machine alone can reach it."""
+        return ipaddress.ip_address(str(self.server_address[0])).is_loopback
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One client, in a thread of its own."""
+
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = SECONDS_OF_SILENCE
+    error_content_type = "application/json"
+    error_message_format = '{"error": {"message": "%(message)s", "type": "invalid_request_error", "code": %(code)d}}'
+
+    def do_GET(self) -> None:
+        service, path = self.server.service, self.path.partition("?")[0]
+        if path == "/health":
+            self._reply(HTTPStatus.OK, {"running": service.engine.running, "waiting": service.engine.waiting})
+        elif path == "/v1/models":
+            model = {"id": service.name, "object": "model", "created": 0, "owned_by": "wedlm_jax"}
+            about = {**model, "max_model_len": service.engine.context}
+            self._reply(HTTPStatus.OK, {"object": "list", "data": [about]})
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; /v1/models, {COMPLETIONS} and {CHAT} are")
+
+    def do_POST(self) -> None:
+        path, started = self.path.partition("?")[0], time.perf_counter()
+        try:
+            body = self._body()
+            if path not in (COMPLETIONS, CHAT):
+                raise Refused(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; {COMPLETIONS} and {CHAT} are")
+            asked = read_asked(body, self.server.service.defaults, chat=path == CHAT)
+            self._require_model(body)
+            with self.server.service.serving(asked) as tickets:
+                answer = self.server.service.answer(asked, tickets, chat=path == CHAT)
+                if asked.stream:
+                    self._stream(answer, tickets)
+                else:
+                    self._reply(HTTPStatus.OK, self._whole(answer, tickets))
+            self._note(_summary(tickets, time.perf_counter() - started))
+        except Refused as error:
+            self._refuse(error.status, str(error))
+        except QueueFull as error:
+            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, str(error))
+        except UserError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        except Closed:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to end")
+        except (ClientGone, OSError):
+            self.close_connection = True
+            self._note("the client has gone; cancelled")
+        except Exception as error:
+            traceback.print_exc()
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {reason(error)}")
+
+    def _body(self) -> Any:
+        self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal():
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
+        if int(length) > LARGEST_BODY:
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
+        raw = self.rfile.read(int(length))
+        if len(raw) < int(length):
+            raise ClientGone
+        self.close_connection = kept
+        # A page in a browser may send anything but this to a server that does not allow it, and may have a name of its own that
+        # leads here.
+        if self.headers.get_content_type() != "application/json":
+            raise Refused(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send JSON, with the header Content-Type: application/json"
+            )
+        if self.server.is_local and not _names_this_machine(self.headers.get("Host", "")):
+            raise Refused(
+                HTTPStatus.FORBIDDEN, f"Host: {self.headers.get('Host')} is not this machine; ask for localhost"
+            )
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {reason(error)}") from error
+
+    def _require_model(self, body: dict[str, Any]) -> None:
+        name = self.server.service.name
+        if body.get("model", name) not in (name, None):
+            raise Refused(HTTPStatus.NOT_FOUND, f"model={body['model']!r}: not served here; take {name!r}")
+
+    def _whole(self, answer: Answer, tickets: list[Ticket]) -> dict[str, Any]:
+        while not all(ticket.done for ticket in tickets):
+            self._require_client()
+            self.server.service.step()
+        try:
+            return answer.whole()
+        except UserError as error:  # memory, for which the request can do nothing
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+
+    def _stream(self, answer: Answer, tickets: list[Ticket]) -> None:
+        """Server-sent events, up to the end of the connection."""
+        self.close_connection = True
+        self.send_response(HTTPStatus.OK)
+        for name, value in (
+            ("Content-Type", "text/event-stream"), ("Cache-Control", "no-cache"), ("Connection", "close")
+        ):  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        self._send(answer.began())
+        left = dict(enumerate(tickets))
+        try:
+            while left:
+                for index, ticket in list(left.items()):
+                    done = ticket.done
+                    self._send([answer.piece(index, commit) for commit in ticket.take()])
+                    if done:
+                        self._send([answer.ended(index)])
+                        del left[index]
+                if left:
+                    self._require_client()
+                    self.server.service.step()
+            self._send(answer.counted())
+            self._write("data: [DONE]\n\n")
+        except (ClientGone, OSError):
+            raise
+        except Exception as error:  # told as an event, for the status has been sent
+            if not isinstance(error, UserError):
+                traceback.print_exc()
+            self._send([_error(f"{type(error).__name__}: {reason(error)}", HTTPStatus.INTERNAL_SERVER_ERROR)])
+
+    def _require_client(self) -> None:
+        """Raises `ClientGone` where the other side has closed the connection."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ClientGone
+
+    def _send(self, events: Sequence[dict[str, Any]]) -> None:
+        if events:
+            self._write("".join(f"data: {json.dumps(event)}\n\n" for event in events))
+
+    def _write(self, text: str) -> None:
+        self.wfile.write(text.encode())
+        self.wfile.flush()
+
+    def _reply(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+        encoded = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(encoded)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def _refuse(self, status: HTTPStatus, message: str) -> None:
+        self._note(f"{status.value}: {message}")
+        try:
+            self._reply(status, _error(message, status))
+        except OSError:
+            self.close_connection = True
+
+    def _note(self, line: str) -> None:
+        """One line for each request that was answered or refused."""
+        print(
+            f"{self.client_address[0]} {self.command} {self.path.partition('?')[0]}: {line}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def log_message(self, format: str, *values: Any) -> None:
+        """Nothing: the lines above say more."""
+
+
+def _error(message: str, status: HTTPStatus) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+
+
+def _names_this_machine(host: str) -> bool:
+    """Whether a Host header holds an address, or localhost."""
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name.lower() == "localhost"
+    return True
+
+
+def _summary(tickets: Sequence[Ticket], seconds: float) -> str:
+    tokens = sum(ticket.stats.generated_tokens for ticket in tickets)
+    forwards = sum(ticket.stats.forwards for ticket in tickets)
+    choices = "" if len(tickets) == 1 else f"{len(tickets)} choices, "
+    return f"{choices}{tokens} tokens, {tokens / max(forwards, 1):.2f} per forward, {seconds:.2f} s"
