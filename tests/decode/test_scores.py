@@ -13,8 +13,11 @@ from wedlm_jax.decode import scores
 from wedlm_jax.decode.scores import score
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..evals.models import tiny_model
+from .models import tiny_model as tiny
+from .test_precision_and_mesh import EVEN, cut_over
 
 
 @pytest.mark.parametrize("length", [1, 7, 350])  # one chunk of positions, and two
@@ -39,6 +42,13 @@ def test_the_likeliest_token_has_the_very_log_probability_of_the_likeliest():
         ids.append(int(score(model, ids).likeliest[-1]))
     found = score(model, ids)
     np.testing.assert_array_equal(found.log_probs, found.largest[:-1])
+
+
+def test_several_devices_score_what_one_scores():
+    ids, mesh = [5, 9, 7, 2], make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    alone, cut = (score(model, ids) for model in (tiny(0, EVEN), cut_over(tiny(0, EVEN), mesh)))
+    np.testing.assert_allclose(cut.log_probs, alone.log_probs, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(cut.likeliest, alone.likeliest)
 
 
 def test_the_logits_of_few_positions_are_held_at_a_time_however_long_the_text(monkeypatch):

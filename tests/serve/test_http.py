@@ -173,6 +173,7 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Host": "evil.example:80"}, 403, "ask for localhost"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 12}, 413, "the body may have"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 5000}, 411, "Content-Length"),
     ],
 )
 def test_what_is_refused_is_told_in_json(server, path, body, headers, status, complaint, capsys):
@@ -266,7 +267,7 @@ def test_a_body_that_is_cut_short_is_no_request(server):
 
 def test_what_is_no_http_is_refused_in_json(server):
     with socket.create_connection(server.server_address[:2]) as raw:
-        raw.sendall(b"HELLO\r\n\r\n")
+        raw.sendall(b"HELLO 'me' \"you\"\r\n\r\n")
         reply = b"".join(iter(lambda: raw.recv(4096), b""))
     assert json.loads(reply[reply.index(b"{") :])["error"]["code"] == 400
 

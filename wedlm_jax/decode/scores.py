@@ -14,7 +14,7 @@ from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.ops.categorical import entropy, likeliest, log_prob
-from wedlm_jax.sharding import batch_parts
+from wedlm_jax.sharding import batch_parts, constrain
 
 SCORED_AT_ONCE = 256  # positions whose logits are held at a time: 156 MB of a vocabulary of 152k
 
@@ -62,7 +62,7 @@ def _score(
     """Of the first row, what is known behind each of its places, and the hidden state of the last of `count`."""
     with weights.transformer() as transformer:
         positions = jnp.broadcast_to(jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
-        hidden_LD = transformer.hidden(tokens_BL, positions=positions)[0]
+        hidden_LD = constrain(transformer.hidden(tokens_BL, positions=positions)[0], None, None)
         following = jnp.roll(tokens_BL[0], -1)
 
         def at_some(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

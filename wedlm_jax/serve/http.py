@@ -21,6 +21,7 @@ from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.service import Closed, Service
 
 LARGEST_BODY = 64 << 20  # bytes
+LONGEST_NUMBER = 20  # digits of a length
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -75,8 +76,6 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = SECONDS_OF_SILENCE
-    error_content_type = "application/json"
-    error_message_format = '{"error": {"message": "%(message)s", "type": "invalid_request_error", "code": %(code)d}}'
 
     def do_GET(self) -> None:
         service, path = self.server.service, self.path.partition("?")[0]
@@ -122,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal():
+        if not length.isdecimal() or len(length) > LONGEST_NUMBER:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
         if int(length) > LARGEST_BODY:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
@@ -229,6 +228,11 @@ class Handler(BaseHTTPRequestHandler):
             file=sys.stderr,
             flush=True,
         )
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library refuses, as what is no HTTP, in JSON too."""
+        self.close_connection = True
+        self._reply(HTTPStatus(code), _error(message or HTTPStatus(code).phrase, HTTPStatus(code)))
 
     def log_message(self, format: str, *values: Any) -> None:
         """Nothing: the lines above say more."""
