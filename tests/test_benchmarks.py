@@ -16,6 +16,7 @@ from benchmarks import (
     prompt_file,
     quickstart_seeds,
     sampling,
+    serving,
     shapes,
     wall_clock,
 )
@@ -113,6 +114,18 @@ def test_admission_starts_the_same_requests_both_ways(tmp_path, monkeypatch, cap
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == ["4", "9"]
     assert all(float(cell) > 0 for row in rows for cell in row)
+
+
+def test_serving_answers_the_same_requests_both_ways(tmp_path, monkeypatch, capsys):
+    save(tiny_model(), tmp_path / "tiny")
+    flags = (
+        "--clients 1 3 --requests 4 --prompt 5 --context 64 --rounds 1 --decode.decoder ar --decode.max-new-tokens 4"
+    )
+    monkeypatch.setattr(sys, "argv", ["serving", "--model", str(tmp_path / "tiny"), *flags.split()])
+    serving.main()
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert [[float(cell) >= 0 for cell in row] for row in rows] == [[True] * 7] * 2
 
 
 def test_sampling_times_every_way_to_draw(monkeypatch, capsys):
