@@ -20,6 +20,7 @@ from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
 from wedlm_jax.model_file import Base, ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
+from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train_state import new_state
 
 COMMANDS = {
@@ -79,6 +80,23 @@ def test_every_command_loads_its_model_in_the_dtype_that_is_given(command, tmp_p
     for flags in ([], ["--dtype", "bfloat16"]):
         assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
     assert asked == [("base", None), ("base", "bfloat16")], capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_decodes_over_the_devices_that_are_given(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Anna"}\n')
+    asked = []
+
+    def load(path, dtype=None, *, mesh, **_):
+        asked.append(mesh)
+        raise UserError("enough")
+
+    monkeypatch.setattr(pretrained, "load", load)
+    for flags in ([], ["--mesh.tensor", "2", "--mesh.data", "-1"]):
+        assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
+    assert asked == [MeshConfig(data=1), MeshConfig(data=-1, tensor=2)]
 
 
 @pytest.mark.skipif(not FULL, reason="compiles two decoders; launch/test.sh --full")

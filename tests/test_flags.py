@@ -14,6 +14,7 @@ import tyro
 import wedlm_jax
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
+from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Flags:
     number: int
     """a number"""
     name: str = "x"
+    mesh: MeshConfig = ONE_DEVICE
 
     def __post_init__(self) -> None:
         if self.number > 9:
@@ -37,6 +39,7 @@ class Flags:
         (["--number"], "Missing value for argument '--number'. Expected 1 values"),
         ([], "Missing from command: --number INT a number (required)"),
         (["--number", "10"], "--number 10: must be at most 9"),
+        (["--number", "1", "--mesh.tensor", "0"], "mesh.tensor=0 must be at least 1"),
     ],
 )
 @pytest.mark.parametrize("boxes", [True, False])
@@ -122,6 +125,7 @@ COMMANDS = {
     "calibrate": ["--model", "a", "--data", "b"],
     "generate.__main__": OF_A_MODEL,
     "chat.__main__": OF_A_MODEL,
+    "serve.__main__": OF_A_MODEL,
     "bench": OF_A_MODEL,
     "tradeoff": OF_A_MODEL,
     "cacheability": OF_A_MODEL,

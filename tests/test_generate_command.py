@@ -322,6 +322,15 @@ def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call,
     assert "generated_tokens 5" in shown.err and "p_cache 1," in shown.err
 
 
+def test_over_several_devices_it_completes_what_one_completes(call, capsys):
+    flags = "--decoder verified --max-new-tokens 9 --prompt Anna"
+    texts = []
+    for mesh in ("--mesh.data 1", "--mesh.tensor 2 --mesh.data 2"):
+        call(*flags.split(), *mesh.split())
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
 def test_a_message_is_answered_through_the_chat_template(call, directory, capsys):
     call("--message", "hello", "--decoder", "ar", "--max-new-tokens", 5)
     message = [{"role": "user", "content": "hello"}]

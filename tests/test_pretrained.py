@@ -5,10 +5,12 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.evals.models import tiny_model
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.convert import Convert, convert
 from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
@@ -18,6 +20,7 @@ from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
+from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train_state import new_state
 
 ORACLE = Path(__file__).parent / "fixtures" / "oracle"
@@ -30,6 +33,16 @@ def test_an_hf_directory_loads_and_saves(tmp_path):
     assert (again.config, again.mask_token_id, again.eos_token_ids) == (model.config, 17, (251,))
     tokens, positions = jnp.arange(12)[None], jnp.arange(12)[None]
     np.testing.assert_array_equal(model(tokens, positions=positions), again(tokens, positions=positions))
+
+
+def test_sizes_of_a_mesh_are_those_of_the_first_devices(tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    alone, cut = (load(tmp_path / "model", mesh=MeshConfig(*sizes)) for sizes in ((1, 1, 1), (2, 1, 2)))
+    assert alone.mesh is None
+    assert cut.mesh.shape == {"data": 2, "fsdp": 1, "tensor": 2} and [*cut.mesh.devices.flat] == jax.devices()[:4]
+    np.testing.assert_array_equal(*(params_of(m.transformer)["embed.embedding"] for m in (alone, cut)))
+    with pytest.raises(UserError, match=r"mesh.fsdp=16 takes 16 devices, and there are 8; lower it"):
+        load(tmp_path / "model", mesh=MeshConfig(data=1, fsdp=16))
 
 
 @pytest.mark.parametrize("path", ["runs/nothing", "/nowhere/at/all", "nothing"])

@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import FULL
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax.errors import UserError
-from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, row_shares
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, mesh_of_first, row_shares
 from wedlm_jax.train_state import abstract_state, from_seed
 from wedlm_jax.train_step import compile_step, wedlm_step
 
@@ -94,6 +94,15 @@ def test_a_mesh_that_does_not_fit_is_named(fields, message):
     with pytest.raises(UserError) as error:
         make_mesh(MeshConfig(**fields))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "sizes, count", [((1, 1, 1), 1), ((1, 1, 2), 2), ((2, 2, 1), 4), ((-1, 1, 2), 8), ((8, 1, 1), 8)]
+)
+def test_a_mesh_takes_the_first_devices(sizes, count):
+    mesh = mesh_of_first(MeshConfig(*sizes))
+    assert (mesh is None) == (count == 1)
+    assert mesh is None or [*mesh.devices.flat] == jax.devices()[:count]
 
 
 def test_an_axis_that_cannot_be_cut_is_named():

@@ -43,6 +43,7 @@ from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, requir
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
@@ -56,6 +57,7 @@ class Bench:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     tasks: tuple[TaskName, ...] = ("counting", "word_problems", "stdlib_code")
     """What is decoded; these three are of low, medium and high entropy."""
     decoders: tuple[Decoder, ...] = ("lookup", "blockwise", "streaming", "verified")
@@ -103,7 +105,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     """
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
     configs = [decode.by(decoder) for decoder in ("ar", *args.decoders)]
     problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}
@@ -111,7 +113,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
     changes = args.decode.changes(Bench.decode)
-    heading = f"{args.model} in {model.config.dtype} on {device()}"
+    heading = f"{args.model} in {model.config.dtype} on {device(args.mesh)}"
     console.print(escape(", ".join([heading, f"medians of {args.repeats}", *changes])))
     most = max(piece.output_tokens for piece in work)
     named: dict[str, DecodeConfig] = {config.decoder: config for config in configs}
@@ -139,7 +141,7 @@ def measure(
     """Adds to `found` one piece of work after the other. One that does not fit in memory is left out, and the next one is run."""
     with contextlib.ExitStack() as stack:
         baselines, official = started(args, work, model, decode, stack)
-        found.rates = Rates.measured(model.config.dtype)
+        found.rates = Rates.measured(model.config.dtype).times(1 if model.mesh is None else model.mesh.size)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         bar = progress.add_task("", total=len(work))
         for piece in work:
@@ -175,8 +177,8 @@ def finish(args: Bench, found: Found, console: Console) -> None:
     """Prints what the measured pieces of work say together, and draws them."""
     assert found.rates is not None
     console.print(
-        f"This machine was measured at {found.rates.flops / 1e9:,.0f} GFLOP/s and {found.rates.bytes / 1e9:,.1f} GB/s: so a "
-        "forward's roofline, which one whose weights stay in a CPU's caches can beat."
+        f"{device(args.mesh)}: {found.rates.flops / 1e9:,.0f} GFLOP/s and {found.rates.bytes / 1e9:,.1f} GB/s, as measured on "
+        "one device: so a forward's roofline, which one whose weights stay in a CPU's caches can beat."
     )
     if found.besides:
         console.print(beside_table(found.besides))
@@ -188,7 +190,7 @@ def finish(args: Bench, found: Found, console: Console) -> None:
         console.print(line)
     if args.out is not None:
         save(args, found)
-        title = ", ".join([f"{args.model} on {device()}", *args.decode.changes(Bench.decode)])
+        title = ", ".join([f"{args.model} on {device(args.mesh)}", *args.decode.changes(Bench.decode)])
         save_figure(args.out / "bench.png", plot_speeds(found.speeds, title))
         console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}", markup=False)
 
@@ -250,7 +252,7 @@ def problems_of(name: TaskName, limit: int = PROBLEMS, seed: int = 0) -> list[Pr
 def save(args: Bench, found: Found) -> None:
     assert args.out is not None and found.rates is not None
     results: dict[str, Any] = {
-        "model": args.model, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "model": args.model, "device": device(args.mesh), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
         "repeats": args.repeats, "settings": found.settings, "rates": dataclasses.asdict(found.rates),
         "rows": [dataclasses.asdict(speed) for speed in found.speeds],
         "official": [dataclasses.asdict(row) for row in found.besides], "left_out": found.left_out,

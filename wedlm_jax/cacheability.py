@@ -27,6 +27,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
@@ -37,6 +38,7 @@ class Cacheability:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
     questions: QuestionsFlag = None
     match: MatchFlag = "number"
@@ -81,7 +83,7 @@ def settings_of(args: Cacheability) -> list[Setting]:
 def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, list[Point]]]:
     """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
     settings = settings_of(args)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     tasks = asked(args, args.tasks, model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
@@ -97,11 +99,11 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
             told = f"{ar.task}: {points[-1].in_words()}"
             progress.console.print(told, highlight=False, soft_wrap=True, markup=False)
             if args.out is not None:
-                save(args.out, args.model, measured)
+                save(args.out, args, measured)
 
         for of, problems in tasks:
             measure(model, settings, of, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
-    how = ", ".join([f"batches of {args.batch_size}", device(), *args.decode.changes(Cacheability.decode)])
+    how = ", ".join([f"batches of {args.batch_size}", device(args.mesh), *args.decode.changes(Cacheability.decode)])
     for name, (ar, points) in measured.items():
         console.print(points_table(ar, points, f"{args.model}: {name}, n = {ar.n}, {how}"))
         for line in findings(name, points):
@@ -114,9 +116,9 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     return measured
 
 
-def save(out: Path, model: str, measured: dict[str, tuple[Row, list[Point]]]) -> None:
+def save(out: Path, args: Cacheability, measured: dict[str, tuple[Row, list[Point]]]) -> None:
     results = {
-        "model": model, "device": device(), "version": __version__,
+        "model": args.model, "device": device(args.mesh), "version": __version__,
         "tasks": {
             name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
             for name, (ar, points) in measured.items()

@@ -29,6 +29,7 @@ from wedlm_jax.evals.thresholds import choose, measure_thresholds
 from wedlm_jax.evals.windows import acceptance, forward_costs, mean_context
 from wedlm_jax.flags import AdapterFlag, parse, require_positive
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
+from wedlm_jax.sharding import ONE_DEVICE
 
 ROUNDS = 5  # in which forwards are timed
 ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
@@ -43,6 +44,7 @@ class Calibrate:
     data: Annotated[Path, tyro.conf.arg(metavar="IN.jsonl")]
     """Prompts such as the model will get, a line each, as for wedlm_jax.generate --input."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     max_disagreement: float = 0.005
     """Of streaming: the largest share of tokens that AR decoding of the same weights would not have chosen."""
     limit: int = 50
@@ -59,7 +61,7 @@ def calibrate_windows(args: Calibrate, console: Console) -> MeasuredWindows:
     stored already of forwards on other devices stays."""
     _check_flags(args)
     named_prompts = read_prompts(args.data, "--data")[: args.limit]
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     # Every prompt is checked before any is decoded.
     prompts = [make_request(model, p, args.decode, row=0, name=name).prompt for name, p in named_prompts]
     found = [
@@ -101,7 +103,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     """Measures every pair, shows the table, and stores the fastest pair that agrees often enough."""
     _check_flags(args)
     prompts = read_prompts(args.data, "--data")[: args.limit]
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     measured = measure_thresholds(model, prompts, args.decode, args.max_disagreement, args.batch_size)
     chosen = choose(measured)
     console.print(as_table(measured, chosen))

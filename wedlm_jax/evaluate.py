@@ -54,6 +54,7 @@ from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
@@ -72,6 +73,7 @@ class Evaluate:
     model: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Or evaluate any model: HF directory, hub id, or workdir (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""
     questions: QuestionsFlag = None
@@ -96,6 +98,7 @@ class Plan:
     config: EvaluationConfig
     experiment: Experiment | None
     out: Path | None
+    mesh: MeshConfig = ONE_DEVICE
 
 
 def plan_experiment(args: Evaluate, name: str) -> Plan:
@@ -122,21 +125,21 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         print(f"note: not as the training was told (evaluation: {'; '.join(changed)})", file=sys.stderr)
     only = None if args.task is None else task(args.task)
     config = experiment.evaluation
-    models = {ADAPTED: load_exact(f"{workdir}{step_name}")}
+    models = {ADAPTED: load_exact(f"{workdir}{step_name}", args.mesh)}
     problems = tasks_of(config, experiment.data, models[ADAPTED], only, args.limit)
     if (begun := ModelFile.read(workdir).init_from or experiment.init_from) is not None:
         base, kept = pretrained.split_step(begun)
         if isinstance(kept, int) and kept not in saved_steps(base):
             print(f"note: {begun}, where it started, is gone; the rows of its base are left out", file=sys.stderr)
         else:
-            models[BASE] = load_exact(begun)
+            models[BASE] = load_exact(begun, args.mesh)
     settings = settings_of(config, with_base=BASE in models)
     other = [text.removeprefix("evaluation.").replace("/", "_") for text in args.overrides]
     part = "".join(f"-{given}" for given in (*other, args.task, args.limit) if given is not None)
     if len(part) > LONGEST_PART:
         part = f"-{hashlib.sha256(part.encode()).hexdigest()[:16]}"
     out = args.out or workdir / f"evaluation{step_name}{part}"
-    return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out)
+    return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out, args.mesh)
 
 
 def plan_model(args: Evaluate, path: str) -> Plan:
@@ -153,16 +156,16 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(path, args.adapter)
+    model = load_exact(path, args.mesh, args.adapter)
     tasks = asked(args, [args.task or ""], model)
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
-    return Plan(path, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out)
+    return Plan(path, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out, args.mesh)
 
 
-def load_exact(path: str, adapter: str | None = None) -> Model:
+def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE, adapter: str | None = None) -> Model:
     """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for."""
-    model = pretrained.load(path, "float32", adapter=adapter)
+    model = pretrained.load(path, "float32", adapter=adapter, mesh=mesh)
     config = dataclasses.replace(model.config, matmul_precision="highest")
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
 
@@ -181,7 +184,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
             plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
             on_task=lambda rows: keep(plan, rows),
         )  # fmt: skip
-    title = f"{plan.title}: batches of {plan.config.batch_size}, {device()}"
+    title = f"{plan.title}: batches of {plan.config.batch_size}, {device(plan.mesh)}"
     if rows:
         console.print(results_table(rows, title))
     for line in cut_short(rows):
@@ -205,7 +208,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     return {
-        "name": plan.title, "device": device(), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "name": plan.title, "device": device(plan.mesh), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
         "rows": [dataclasses.asdict(row) for row in rows],
     }  # fmt: skip
 
@@ -303,7 +306,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     (plan.out / UNFINISHED).unlink(missing_ok=True)
     written = ["results.json"]
     if any(row.accuracy is not None for row in rows):
-        save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device()}"))
+        save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device(plan.mesh)}"))
         written.append("results.png")
     console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}", markup=False)
 

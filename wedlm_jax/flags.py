@@ -129,7 +129,9 @@ def _one_line(box: str) -> str:
         if not words and said:
             break
         said += words
-    return re.sub(r"^Error parsing [A-Z]\w*: ", "", " ".join(said)).rstrip(".:")  # the class of the flags says nothing
+    return re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(
+        ".:"
+    )  # the name of a class or section says nothing
 
 
 def spell_none(arguments: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
 
 
@@ -42,6 +43,7 @@ class OpenEndedFlags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """Your prompts, {"prompt": str} or {"messages": [...]} a line; if not given, excerpts of held-out code."""
     code: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -97,7 +99,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     """Runs it, prints both tables, and returns what was measured."""
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     named, references = prompts_of(args, model, console)
     for row, (name, prompt) in enumerate(named.items()):  # before any is decoded
         for setting in settings:
@@ -120,7 +122,9 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         )  # fmt: skip
     length = args.decode.max_new_tokens
     changes = args.decode.changes(dataclasses.replace(OpenEndedFlags.decode, max_new_tokens=length))
-    title = ", ".join([f"{args.model}: {len(prompts)} prompts", f"{length} tokens at most", device(), *changes])
+    title = ", ".join(
+        [f"{args.model}: {len(prompts)} prompts", f"{length} tokens at most", device(args.mesh), *changes]
+    )
     console.print(texts_table(found, title))
     console.print(levels_table(found))
     if args.out is not None:
@@ -132,7 +136,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
 def save(args: OpenEndedFlags, found: OpenEnded) -> None:
     assert args.out is not None
     results = {
-        "model": args.model, "device": device(), "version": __version__, "prompts": args.input and str(args.input),
+        "model": args.model, "device": device(args.mesh), "version": __version__, "prompts": args.input and str(args.input),
         **dataclasses.asdict(found),
     }  # fmt: skip
     write_json(args.out / "open_ended.json", results)

@@ -7,10 +7,11 @@ import os
 import re
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax.sharding import Mesh
 
 from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
@@ -29,9 +30,17 @@ from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
 from wedlm_jax.ops.attention import asked_elsewhere
+from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
 if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
     from wedlm_jax.checkpoint import Step
+
+MeshFlag = Annotated[
+    MeshConfig,
+    tyro.conf.arg(
+        help="Devices to decode over, the first that are there: tensor and fsdp cut the model up, data and fsdp the prompts."
+    ),
+]
 
 _WITH_STEP = re.compile(r"(.+)@(\d+|best)")
 
@@ -40,7 +49,7 @@ def load(
     path: str | Path,
     dtype: Any = None,
     mask_token_id: int | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | MeshConfig | None = None,
     adapter: str | Path | None = None,
 ) -> Model:
     """Loads a model.
@@ -51,13 +60,16 @@ def load(
       dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
         and float32 on CPU.
       mask_token_id: overrides the id that the directory declares.
-      mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; None: the first device.
+      mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
+        None: the first device.
       adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
         special ids and its calibration take the place of theirs.
 
     Raises:
       UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base.
     """
+    if isinstance(mesh, MeshConfig):
+        mesh = mesh_of_first(mesh)
     directory = locate(path)
     if is_workdir(directory):
         model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)

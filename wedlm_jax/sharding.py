@@ -88,6 +88,24 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     )
 
 
+ONE_DEVICE = MeshConfig(data=1)
+
+
+def mesh_of_first(config: MeshConfig) -> Mesh | None:
+    """A mesh over the first devices, as many as the sizes multiply to, or all for one that is -1; None for a single device.
+
+    Raises:
+      UserError: there are not so many, or as `make_mesh`.
+    """
+    sizes, here = dataclasses.asdict(config), jax.devices()
+    count = len(here) if -1 in sizes.values() else math.prod(sizes.values())
+    if count > len(here):
+        given = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != 1)
+        raise UserError(f"{given} takes {count} devices, and there are {len(here)}; lower it, or start on more")
+    mesh = make_mesh(config, here[:count])
+    return mesh if mesh.size > 1 else None
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Rows over the devices; of [B, ...] arrays."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))

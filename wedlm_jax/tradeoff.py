@@ -36,6 +36,7 @@ from wedlm_jax.evals.tradeoff import (
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
 
 
@@ -44,6 +45,7 @@ class Tradeoff:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     task: Literal["word_problems", "counting", "copying"] = "word_problems"
     questions: QuestionsFlag = None
     match: MatchFlag = "number"
@@ -66,7 +68,7 @@ class Tradeoff:
 def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     ((chosen, problems),) = asked(args, [args.task], model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
@@ -79,14 +81,14 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         def on_point(ar: Row, points: list[Point]) -> None:  # a large grid takes hours
             progress.console.print(points[-1].in_words(), highlight=False, soft_wrap=True)
             if args.out is not None:
-                save(args.out, args.model, ar, points)
+                save(args.out, args, ar, points)
 
         ar, points = measure(
             model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
         )
     changes = args.decode.changes(Tradeoff.decode.by(args.decode.decoder))
     heading = f"{args.model}: {args.decode.decoder} on {chosen.name}"
-    title = ", ".join([heading, f"n = {ar.n}", f"batches of {args.batch_size}", device(), *changes])
+    title = ", ".join([heading, f"n = {ar.n}", f"batches of {args.batch_size}", device(args.mesh), *changes])
     console.print(points_table(ar, points, title, starred=pareto_front(points) if ar.accuracy else ()))
     for line in findings(ar, points):
         console.print(line)
@@ -98,9 +100,9 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     return points
 
 
-def save(out: Path, model: str, ar: Row, points: list[Point]) -> None:
+def save(out: Path, args: Tradeoff, ar: Row, points: list[Point]) -> None:
     results = {
-        "model": model, "device": device(), "version": __version__, "ar": dataclasses.asdict(ar),
+        "model": args.model, "device": device(args.mesh), "version": __version__, "ar": dataclasses.asdict(ar),
         "points": [p.as_json() for p in points],
         "pareto_front": [p.row.label for p in pareto_front(points)] if ar.accuracy else [],
         "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],

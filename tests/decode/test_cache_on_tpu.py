@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.conftest import FULL
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax import absent_devices
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
@@ -45,7 +46,7 @@ def assert_no_copy_of_cache(text, cache):
 
 
 @pytest.mark.parametrize("attention", ["auto", "xla"])
-@pytest.mark.parametrize("decoder", ["ar", "verified"])
+@pytest.mark.parametrize("decoder", ["ar", "verified"] if FULL else ["verified"])
 def test_no_cache_is_copied(decoder, attention, monkeypatch):
     """By the kernel that "auto" takes for windows, and by XLA."""
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh

@@ -14,6 +14,10 @@ WEIGHTS = 2 * LAYER + 8 + 100 * 8  # the final norm and the output layer
 CACHE = 2 * 2 * 4  # keys and values of a slot, both layers
 
 
+def test_devices_together_do_what_each_does():
+    assert Rates(2.0, 3.0).times(4) == Rates(8.0, 12.0)
+
+
 def test_where_reading_takes_longer_it_is_the_weights_and_the_cache_once():
     seconds = forward_seconds(CONFIG, Rates(flops=1e30, bytes=10.0), rows=3, slots=4, read=4, context=50)
     assert seconds == pytest.approx((WEIGHTS + 3 * 50 * CACHE) * 4 / 10)

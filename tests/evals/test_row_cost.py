@@ -5,10 +5,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.decode.models import tiny_model
+from tests.decode.test_precision_and_mesh import EVEN, cut_over
 from tests.model.tiny import TINY, params
-from wedlm_jax.evals.row_cost import product_program
+from wedlm_jax.evals.row_cost import forward_program, product_program
 from wedlm_jax.model import layers, weights
-from wedlm_jax.model.parameters import transformer_from
+from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
 ROWS, SLOTS, CONTEXT = 2, 3, 5
 START = np.float32(1e-3)  # of what the products add to
@@ -35,3 +38,10 @@ def test_plain_products_are_of_kernels_as_the_forward_has_them(context, request)
     np.testing.assert_allclose(added, as_trained_added, rtol=1e-3)
     product_program(TINY, params(TINY), 1, 1, context).call()
     assert len(turned) == 7 * TINY.num_layers  # one row is multiplied as trained
+
+
+def test_a_forward_of_several_devices_is_one_that_can_be_timed():
+    model = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)))
+    sizes = dict(rows=1, slots=SLOTS, context=CONTEXT, allocated=2 * CONTEXT, weights=model.weights)
+    program = forward_program(model.config, params_of(model.transformer), **sizes)
+    assert np.asarray(program.call()).shape == np.asarray(program.call()).shape == (1, SLOTS)

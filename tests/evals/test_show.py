@@ -1,6 +1,7 @@
 """What the terminal shows is what the trace says."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -9,10 +10,16 @@ from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion, Stats
-from wedlm_jax.evals.show import coloured_by_step, filling_steps, results_table
+from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
 from wedlm_jax.evals.sweep import Row
+from wedlm_jax.sharding import MeshConfig
 
 PROMPT = [5, 6, 7]
+
+
+def test_what_it_ran_on_counts_the_devices():
+    assert re.fullmatch(r"CPU with \d+ cores", device())
+    assert re.fullmatch(r"4 x CPU with \d+ cores \(data 2, tensor 2\)", device(MeshConfig(data=2, tensor=2)))
 
 
 def entry(emitted, masks, filled):

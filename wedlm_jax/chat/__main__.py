@@ -30,6 +30,7 @@ from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.sharding import ONE_DEVICE
 
 # Two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled.
 SMALLEST_CONTEXT = 3
@@ -40,6 +41,7 @@ class Chat:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     system: str | None = None
     """What the system says first."""
     plain: bool = False
@@ -57,7 +59,7 @@ def chat(args: Chat, console: Console) -> None:
     if args.context is not None and args.context < SMALLEST_CONTEXT:
         raise UserError(f"--context {args.context}: leaves no room for a conversation; at least {SMALLEST_CONTEXT}")
     notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     conversation = Conversation(model, plain=args.plain, system=args.system)
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps

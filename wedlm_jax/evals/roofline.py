@@ -17,7 +17,7 @@ REPEATS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the device was measured to do."""
+    """What the device was measured to do, or several together."""
 
     flops: float  # a second, of plain products
     bytes: float  # a second, read
@@ -33,6 +33,10 @@ class Rates:
         # A product with a vector reads the array once, on all cores.
         reading = _seconds(jax.jit(lambda x: x @ jnp.ones((1024,), dtype)), long)
         return cls(2 * size**3 / product, long.nbytes / reading)
+
+    def times(self, devices: int) -> Rates:
+        """Of so many devices that share the work evenly."""
+        return Rates(devices * self.flops, devices * self.bytes)
 
 
 def _seconds(run: jax.stages.Wrapped, x: jax.Array) -> float:

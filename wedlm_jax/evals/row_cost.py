@@ -124,8 +124,7 @@ def forward_program(
 
             return jax.lax.fori_loop(0, forwards, forward, (tokens_BT, cache))
 
-    with weights.transformer() as transformer:
-        held = [transformer.empty_cache(rows, allocated)]
+    held = [_empty_cache(weights, rows=rows, slots=allocated)]
     tokens_BT = jnp.ones((rows, slots), jnp.int32)
     # An array that the program is given: as a constant it would be worked into the program.
     masked_BT = jnp.broadcast_to(jnp.arange(slots) >= slots - masks, (rows, slots)) if masks else None
@@ -181,9 +180,14 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
             return jax.lax.fori_loop(0, forwards, products, x_RD)
 
     x_RD = jnp.full((rows * slots, config.hidden_size), 1e-3, config.dtype)
-    with weights.transformer() as transformer:
-        cache = transformer.empty_cache(rows, context)
+    cache = _empty_cache(weights, rows=rows, slots=context)
     return Program(lambda: run(weights, x_RD, cache), forwards)
+
+
+@functools.partial(jax.jit, static_argnames=("rows", "slots"))
+def _empty_cache(weights: Weights, *, rows: int, slots: int) -> Cache:
+    with weights.transformer() as transformer:
+        return transformer.empty_cache(rows, slots)
 
 
 def in_turns(

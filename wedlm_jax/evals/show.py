@@ -16,6 +16,7 @@ from rich.text import Text
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import Point
+from wedlm_jax.sharding import ONE_DEVICE, MeshConfig, mesh_of_first
 
 P_CACHE_NOTE = (
     "p_cache (Eq. 4): generated tokens over token instances processed. It counts a token once as a mask and once as itself, "
@@ -86,10 +87,13 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def device() -> str:
-    """What the decoding ran on: one device, since nothing here is sharded."""
-    first = jax.devices()[0]
-    return f"CPU with {os.cpu_count()} cores" if first.platform == "cpu" else first.device_kind
+def device(config: MeshConfig = ONE_DEVICE) -> str:
+    """What the decoding ran on: the first device, or those of a mesh."""
+    first, mesh = jax.devices()[0], mesh_of_first(config)
+    kind = f"CPU with {os.cpu_count()} cores" if first.platform == "cpu" else first.device_kind
+    if mesh is None:
+        return kind
+    return f"{mesh.size} x {kind} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items() if size > 1)})"
 
 
 def filling_steps(completion: Completion, prompt_length: int) -> list[int]:

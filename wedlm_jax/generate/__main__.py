@@ -36,6 +36,7 @@ from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
+from wedlm_jax.sharding import ONE_DEVICE
 
 MANY_BATCHES = 16
 
@@ -45,6 +46,7 @@ class Generate:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     prompt: str | None = None
     """Text to complete, as it is."""
     message: str | None = None
@@ -70,7 +72,7 @@ def generate(args: Generate) -> None:
     """Validates everything, then decodes, then writes: a bad line 1,000 is reported before line 1 is decoded."""
     _check_flags(args)
     prompts = _prompts(args)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
@@ -176,6 +178,7 @@ def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict
     return {
         "weights": fingerprint(model),
         "dtype": model.config.dtype,
+        "mesh": None if model.mesh is None else dict(model.mesh.shape),  # floats differ in their last bits
         "prompts": {"count": len(requests), "sha256": digest_of([request.prompt for request in requests])},
         "details": args.details,
         **dataclasses.asdict(requests[0].config),

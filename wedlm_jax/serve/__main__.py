@@ -24,6 +24,7 @@ from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.serve.http import Server
 from wedlm_jax.serve.service import Service
+from wedlm_jax.sharding import ONE_DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Serve:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
+    mesh: pretrained.MeshFlag = ONE_DEVICE
     name: str | None = None
     """How clients name the model; None is what --model says."""
     host: str = "127.0.0.1"
@@ -55,7 +57,7 @@ def serve(args: Serve) -> None:
     if args.decode.seed != DecodeConfig.seed:
         raise UserError("--seed does nothing here: a request brings its own, or draws another one each time")
     with Server(args.host, args.port) as server:
-        model = pretrained.load(args.model, args.dtype, adapter=args.adapter)
+        model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
         engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
             say(line)
