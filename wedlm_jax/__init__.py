@@ -20,6 +20,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.patterns import CachedWindow, Causal, DualStream
 from wedlm_jax.pretrained import load, save, save_adapter
+from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.version import __version__
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "DecodeConfig",
     "DualStream",
     "Engine",
+    "MeshConfig",
     "Model",
     "ModelConfig",
     "Stats",
