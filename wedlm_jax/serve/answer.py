@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from wedlm_jax.decode.scores import Scores
+from wedlm_jax.decode.scores import score
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.decode.text import Commit
 from wedlm_jax.engine import Ticket
+from wedlm_jax.model.handle import Model
 from wedlm_jax.serve.asked import Asked
 
 Json = dict[str, Any]
@@ -22,24 +23,19 @@ class Answer:
     Beside OpenAI's fields a choice holds `stats` (the counters of `Stats`), and the answer the `seed` that draws it again.
 
     Args:
-      model: as clients name it.
-      tokenizer: of the model, or None.
-      score: of the tokens of an echoed prompt.
+      model, name: what answers, and how clients call it.
       asked: the request.
       tickets: one for each choice.
       chat: whether in the words of `chat/completions`.
     """
 
-    def __init__(
-        self, model: str, tokenizer: Any, score: Callable[[Sequence[int]], Scores], asked: Asked, tickets: Sequence[Ticket],
-        *, chat: bool,
-    ):  # fmt: skip
-        self._tokenizer, self._score, self._asked, self._tickets, self._chat = tokenizer, score, asked, tickets, chat
+    def __init__(self, model: Model, name: str, asked: Asked, tickets: Sequence[Ticket], *, chat: bool):
+        self._model, self._asked, self._tickets, self._chat = model, asked, tickets, chat
         self._kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model,
+            "model": name,
             "seed": asked.config.seed,
         }
 
@@ -95,7 +91,7 @@ class Answer:
         likeliest: list[Json | None] = [None] * len(ids)
         if self._asked.echo:
             prompt = ticket.request.prompt
-            scores = self._score(prompt)
+            scores = score(self._model, prompt)
             pairs = zip(scores.likeliest[:-1].tolist(), scores.largest[:-1].tolist(), strict=True)
             ids = [*prompt, *ids]
             log_probs = [None, *scores.log_probs.tolist(), *log_probs]  # of the first token nothing is said
@@ -107,7 +103,8 @@ class Answer:
         return {"content": [{"token": n, "logprob": p, "bytes": None, "top_logprobs": []} for n, p in entries]}
 
     def _name(self, ids: Sequence[int]) -> str:
-        return str(ids) if self._tokenizer is None else self._tokenizer.decode(ids)
+        tokenizer = self._model.tokenizer
+        return str(ids) if tokenizer is None else tokenizer.decode(ids)
 
     def _usage(self) -> Json:
         prompts = self._tickets[:: self._asked.n]  # a prompt counts once, however often it is completed

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.decode.scores import score
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import Asked
@@ -29,7 +27,7 @@ class Service:
       engine: of the model.
       name: of the model, for clients.
       defaults: settings that a request leaves out.
-      broken: called once, where a step fails: the engine is of no use after it.
+      broken: called where a step fails: the engine is of no use after it.
     """
 
     def __init__(self, engine: Engine, name: str, defaults: DecodeConfig, broken: Callable[[], None] = lambda: None):
@@ -73,8 +71,7 @@ class Service:
 
     def answer(self, asked: Asked, tickets: Sequence[Ticket], *, chat: bool) -> Answer:
         """In the words of `chat/completions`, or else of `completions`."""
-        model = self.engine.model
-        return Answer(self.name, model.tokenizer, functools.partial(score, model), asked, tickets, chat=chat)
+        return Answer(self.engine.model, self.name, asked, tickets, chat=chat)
 
     def step(self) -> None:
         """One step of the engine, for all."""
