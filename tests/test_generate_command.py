@@ -322,6 +322,21 @@ def test_one_prompt_is_completed_on_the_terminal_with_its_statistics_apart(call,
     assert "generated_tokens 5" in shown.err and "p_cache 1," in shown.err
 
 
+def test_every_prompt_of_a_file_is_completed_as_often_as_is_asked(call, directory, tmp_path):
+    source, target = write(tmp_path / "in.jsonl", *LINES[:2]), tmp_path / "out.jsonl"
+    call(
+        "--input",
+        source,
+        "--output",
+        target,
+        *["--decoder", "ar", "--temperature", "1", "--max-new-tokens", "5", "--n", "3"],
+    )
+    prompts = [LINES[0]["prompt"], LINES[1]["prompt_ids"]]
+    expected = generate(load(directory), prompts, DecodeConfig("ar", temperature=1, max_new_tokens=5), n=3)
+    assert [line["ids"] for line in read(target)] == [c.ids for c in expected]
+    assert len({str(c.ids) for c in expected}) > 2
+
+
 def test_over_several_devices_it_completes_what_one_completes(call, capsys):
     flags = "--decoder verified --max-new-tokens 9 --prompt Anna"
     texts = []
@@ -447,6 +462,7 @@ def test_a_bad_line_is_named_before_anything_is_decoded_and_the_old_output_stays
         (("--prompt", "a", "--output", "/tmp"), "is a folder"),
         (("--prompt", "a", "--output", "x", "--trace", "x"), "is the file of --output"),
         (("--prompt", "a", "--batch-size", "0"), "--batch-size 0"),
+        (("--prompt", "a", "--n", "0"), "--n 0"),
         (("--prompt", "a", "--window-size", "0"), "window_size=0"),
         (("--prompt", "a", "--entropy-threshold", "-1"), "entropy_threshold=-1"),
         (("--prompt", "a", "--top-p", "0"), "top_p=0"),

@@ -32,7 +32,7 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.flags import AdapterFlag, parse, require_positive
 from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
@@ -61,6 +61,8 @@ class Generate:
     details: bool = False
     """Also give the AR log-probability of every token (nats) and, of verified and lookup, how many drafts were checked and
     agreed with AR, by their distance in slots."""
+    n: int = 1
+    """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
     """The most prompts decoded at once."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -73,7 +75,8 @@ def generate(args: Generate) -> None:
     _check_flags(args)
     prompts = _prompts(args)
     model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
-    requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(prompts)]
+    each = [(name, prompt) for name, prompt in prompts for _ in range(args.n)]
+    requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(each)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
     # While rich shows a bar on stderr it takes what is printed on a terminal, or as `sys.stdout`, for a part of it.
@@ -188,8 +191,7 @@ def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict
 def _check_flags(args: Generate) -> None:
     if [args.prompt, args.message, args.input].count(None) != 2:
         raise UserError("give one of --prompt TEXT, --message TEXT and --input IN.jsonl")
-    if args.batch_size < 1:
-        raise UserError(f"--batch-size {args.batch_size}: must be at least 1")
+    require_positive(args, "batch_size", "n")
     for flag, path in (("--output", args.output), ("--trace", args.trace)):
         if path is None:
             continue
