@@ -17,7 +17,7 @@ import pytest
 
 from wedlm_jax import generate
 from wedlm_jax.errors import UserError
-from wedlm_jax.serve.http import Server
+from wedlm_jax.serve.http import Handler, Server
 
 from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, serving
 
@@ -149,6 +149,19 @@ def test_a_connection_serves_one_request_after_another(server):
             connection.request("POST", COMPLETIONS, json.dumps({"prompt": prompt, "max_tokens": 2}), JSON)
             reply = connection.getresponse()
             assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
+
+
+def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monkeypatch):
+    """Which takes 40 ms on a connection that is kept open."""
+    at_once = []
+
+    def serve(handler, one=Handler.handle_one_request):
+        at_once.append(handler.connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        one(handler)
+
+    monkeypatch.setattr(Handler, "handle_one_request", serve)
+    assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1})[0] == 200
+    assert at_once and all(at_once)
 
 
 def test_the_model_is_listed_by_its_name(server):

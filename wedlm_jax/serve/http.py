@@ -76,6 +76,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = SECONDS_OF_SILENCE
+    disable_nagle_algorithm = True  # or a piece waits until the client has acknowledged the one before
 
     def do_GET(self) -> None:
         service, path = self.server.service, self.path.partition("?")[0]
