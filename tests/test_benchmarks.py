@@ -129,7 +129,7 @@ def test_serving_answers_the_same_requests_both_ways(tmp_path, monkeypatch, caps
 
 
 def test_sampling_times_every_way_to_draw(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sampling", "--vocab-size", "300", "--slots", "1", "3", "--rounds", "1"])
+    monkeypatch.setattr(sys, "argv", ["sampling", "--vocab-size", "3000", "--slots", "1", "3", "--rounds", "3"])
     sampling.main()
     rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     assert [row[0] for row in rows] == ["1"] * 4 + ["3"] * 4 and rows[0][1] == "greedy"

@@ -74,7 +74,8 @@ def serve(args: Serve) -> None:
             f"{server.service.name} at {server.url}: {args.rows} rows of {engine.context} tokens, a cache of "
             f"{in_words(engine.cache_bytes)}; Ctrl-C ends"
         )
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job is started without it
+            signal.signal(number, signal.default_int_handler)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
