@@ -1,4 +1,4 @@
-"""Every command that loads a model takes --adapter, and says what is wrong with it before anything runs; and --dtype."""
+"""Every command that loads a model takes --adapter, and says what is wrong with it before anything runs; --dtype, and --mesh."""
 
 import dataclasses
 import importlib

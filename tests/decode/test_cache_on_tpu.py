@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.conftest import FULL
-from tests.decode.test_on_gpu import abstract
+from tests.decode.absent import compiled_for
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax import absent_devices
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
@@ -19,11 +19,11 @@ from wedlm_jax.engine import programs
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
+from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.ops.attention import trial
-from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, param_shardings, replicated
+from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
@@ -87,29 +87,13 @@ def test_over_several_chips_no_cache_is_copied_or_gathered(sizes, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)
     monkeypatch.setattr(trial, "failure", lambda *_: None)
     chips = absent_devices.devices("v5e:2x2")
-    here, there = (make_mesh(MeshConfig(*sizes), some) for some in (jax.devices()[:4], chips))
-    params = init_params(MODEL, 0)
-    cuts = param_shardings(here, param_axes(MODEL), {name: x.shape for name, x in params.items()})
-    arrays, structure = Weights.of(transformer_from(MODEL, jax.device_put(params, cuts))).tree_flatten()
-    weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
     config = DecodeConfig("verified", max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
-    begin = functools.partial(
-        start, slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=True, drafter="verified"
-    )
-    given = RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR)
-    prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)), there)
-    arguments = (weights, *prompts, on_chip(given, there))
-    placed = jax.jit(begin).lower(*arguments).compile().output_shardings
-    state = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        jax.eval_shape(begin, *arguments),
-        placed,
-    )
-    loop = run.lower(Program.of(config), weights, state, arguments[-1]).compile().as_text()
+    _, loop, state = compiled_for(chips, MeshConfig(*sizes), MODEL, config, rows=ROWS, prompt=PROMPT)
+    text = loop.compile().as_text()
     held = state.cache.k.sharding.shard_shape(state.cache.k.shape)
-    assert held != state.cache.k.shape and "attend_window" in loop
-    assert_no_copy_of_cache(loop, jax.tree.map(lambda x: jax.ShapeDtypeStruct(held, x.dtype), state.cache))
-    assert f"bf16[{','.join(map(str, state.cache.k.shape))}]" not in loop
+    assert held != state.cache.k.shape and "attend_window" in text
+    assert_no_copy_of_cache(text, jax.tree.map(lambda x: jax.ShapeDtypeStruct(held, x.dtype), state.cache))
+    assert f"bf16[{','.join(map(str, state.cache.k.shape))}]" not in text
 
 
 @pytest.mark.parametrize("together", [1, 4])

@@ -1,24 +1,18 @@
 """Decoding compiled for a GPU that is not there: a forward reads the weights and the used part of the cache, where they lie."""
 
-import dataclasses
-import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import forward_for_gpu
+from tests.decode.absent import compiled_for
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
-from wedlm_jax.decode.config import DecodeConfig, RowSettings
-from wedlm_jax.decode.loop import Program, run, start
+from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.model import weights as weights_module
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
-from wedlm_jax.model.weights import Weights
-from wedlm_jax.model.window_table import ON_ACCELERATOR
+from wedlm_jax.model.parameters import init_params, param_axes
 from wedlm_jax.ops.attention import trial
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
@@ -54,39 +48,15 @@ def compiled(monkeypatch):
 
     def compile(decoder, *, gpus=1, apart=True, prefill=False, **fields):
         monkeypatch.setattr(weights_module, "_has_room_for", lambda arrays: apart)
-        here, there = (
-            make_mesh(MeshConfig(data=1, tensor=gpus), some) for some in (jax.devices()[:gpus], devices(f"h100:{gpus}"))
-        )
-        params = init_params(MODEL, 0)
-        shardings = param_shardings(here, param_axes(MODEL), {name: x.shape for name, x in params.items()})
-        weights = Weights.of(transformer_from(MODEL, jax.device_put(params, shardings)))
-        arrays, structure = weights.tree_flatten()
-        weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
         config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,), **fields)
-        sizes = dict(
-            slots=config.slots(ON_ACCELERATOR), output_slots=NEW, holds_back=config.holds_back, drafter=config.drafter
+        started, loop, state = compiled_for(
+            devices(f"h100:{gpus}"), MeshConfig(data=1, tensor=gpus), MODEL, config, rows=ROWS, prompt=PROMPT
         )
-        given = RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR)
-        settings, tokens, lengths = jax.tree.map(
-            lambda x: abstract(x, there), (given, jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32))
-        )
-        started = start.lower(weights, tokens, lengths, settings, **sizes).compile()
-        state = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(functools.partial(start, **sizes), weights, tokens, lengths, settings),
-            started.output_shardings,
-        )
-        program = started if prefill else run.lower(Program.of(config), weights, state, settings).compile()
+        program = started if prefill else loop.compile()
         cache = jax.tree.leaves(state.cache)[0]
         return program.as_text(), shape(cache.sharding.shard_shape(cache.shape))
 
     return compile
-
-
-def abstract(x, mesh):
-    """An array on devices that are not there, cut as it is cut here."""
-    cut = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, cut))
 
 
 def shape(sizes) -> str:

@@ -100,12 +100,19 @@ def test_a_stream_of_a_chat_begins_with_the_role_and_joins_to_the_answer(server)
 
 def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(server):
     prompt = [5, 9, 7, 20, 300]
-    asked = {"prompt": [prompt, prompt[:3]], "max_tokens": 1, "logprobs": 1, "echo": True, "decoder": "streaming"}
+    asked = {
+        "prompt": [prompt, prompt[:3]],
+        "max_tokens": 1,
+        "logprobs": 1,
+        "echo": True,
+        "decoder": "streaming",
+        "n": 2,
+    }
     _, answer = ask(server, COMPLETIONS, asked)
     model = chatty()
     logits = model(jnp.asarray([prompt]), positions=jnp.arange(len(prompt))[None])[0]
     log_p = np.asarray(jax.nn.log_softmax(logits))
-    for choice, length in zip(answer["choices"], (5, 3), strict=True):
+    for choice, length in zip(answer["choices"], (5, 5, 3, 3), strict=True):
         said = choice["logprobs"]
         assert said["tokens"][:length] == [model.tokenizer.decode([i]) for i in prompt[:length]]
         assert choice["text"].startswith(model.tokenizer.decode(prompt[:length]))

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from wedlm_jax.decode.scores import score
+from wedlm_jax.decode.scores import Scores, score
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.decode.text import Commit
 from wedlm_jax.engine import Ticket
@@ -41,7 +41,12 @@ class Answer:
 
     def whole(self) -> Json:
         """Once all tickets are done."""
-        choices = [self._whole_choice(index, ticket) for index, ticket in enumerate(self._tickets)]
+        scored = self._asked.echo and self._asked.log_probs
+        prompts = [score(self._model, ticket.request.prompt) if scored else None for ticket in self._of_prompts]
+        choices = [
+            self._whole_choice(index, ticket, prompts[index // self._asked.n])
+            for index, ticket in enumerate(self._tickets)
+        ]
         return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage()}
 
     def began(self) -> list[Json]:
@@ -75,23 +80,26 @@ class Answer:
         choice = {"index": index, "finish_reason": None, "logprobs": None, **said}
         return {**self._head, "object": self._event_kind, "choices": [choice]}
 
-    def _whole_choice(self, index: int, ticket: Ticket) -> Json:
+    @property
+    def _of_prompts(self) -> Sequence[Ticket]:
+        """One ticket of each prompt, however often it is completed."""
+        return self._tickets[:: self._asked.n]
+
+    def _whole_choice(self, index: int, ticket: Ticket, scores: Scores | None) -> Json:
         completion = ticket.result()
         text = completion.text or ""
         if self._asked.echo:
             text = self._name(ticket.request.prompt) + text
         said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        log_probs = self._log_probs(ticket, completion) if self._asked.log_probs else None
+        log_probs = self._log_probs(completion, ticket.request.prompt, scores) if self._asked.log_probs else None
         ids = {"token_ids": completion.ids} if self._asked.token_ids else {}
         return {"index": index, **said, "logprobs": log_probs, **_end(completion), **ids}
 
-    def _log_probs(self, ticket: Ticket, completion: Completion) -> Json:
-        """One entry for each token, a stop id too, in nats."""
+    def _log_probs(self, completion: Completion, prompt: Sequence[int], scores: Scores | None) -> Json:
+        """One entry for each token, a stop id too, in nats; behind those of an echoed prompt, which `scores` are of."""
         ids, log_probs = completion.ids, completion.log_probs or [None] * len(completion.ids)
         likeliest: list[Json | None] = [None] * len(ids)
-        if self._asked.echo:
-            prompt = ticket.request.prompt
-            scores = score(self._model, prompt)
+        if scores is not None:
             pairs = zip(scores.likeliest[:-1].tolist(), scores.largest[:-1].tolist(), strict=True)
             ids = [*prompt, *ids]
             log_probs = [None, *scores.log_probs.tolist(), *log_probs]  # of the first token nothing is said
@@ -107,10 +115,9 @@ class Answer:
         return str(ids) if tokenizer is None else tokenizer.decode(ids)
 
     def _usage(self) -> Json:
-        prompts = self._tickets[:: self._asked.n]  # a prompt counts once, however often it is completed
-        prompt = sum(len(ticket.request.prompt) for ticket in prompts)
+        prompt = sum(len(ticket.request.prompt) for ticket in self._of_prompts)
         completed = sum(len(ticket.ids) for ticket in self._tickets)
-        reused = sum(ticket.reused_tokens for ticket in prompts)
+        reused = sum(ticket.reused_tokens for ticket in self._of_prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completed,

@@ -21,7 +21,6 @@ from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.service import Closed, Service
 
 LARGEST_BODY = 64 << 20  # bytes
-LONGEST_NUMBER = 20  # digits of a length
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -104,14 +103,8 @@ class Handler(BaseHTTPRequestHandler):
                 else:
                     self._reply(HTTPStatus.OK, self._whole(answer, tickets))
             self._note(_summary(tickets, time.perf_counter() - started))
-        except Refused as error:
-            self._refuse(error.status, str(error))
-        except QueueFull as error:
-            self._refuse(HTTPStatus.TOO_MANY_REQUESTS, str(error))
-        except UserError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
-        except Closed:
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server is about to end")
+        except (Refused, UserError, Closed) as error:
+            self._refuse(_status_of(error), str(error))
         except (ClientGone, OSError):
             self.close_connection = True
             self._note("the client has gone; cancelled")
@@ -121,13 +114,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or len(length) > LONGEST_NUMBER:
+        try:
+            length = int(self.headers.get("Content-Length", ""))
+        except ValueError:
+            length = -1
+        if length < 0:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
-        if int(length) > LARGEST_BODY:
+        if length > LARGEST_BODY:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
-        raw = self.rfile.read(int(length))
-        if len(raw) < int(length):
+        raw = self.rfile.read(length)
+        if len(raw) < length:
             raise ClientGone
         self.close_connection = kept
         # A page in a browser may send anything but this to a server that does not allow it, and may have a name of its own that
@@ -182,7 +178,7 @@ class Handler(BaseHTTPRequestHandler):
                     self._require_client()
                     self.server.service.step()
             self._send(answer.counted())
-            self._write("data: [DONE]\n\n")
+            self.wfile.write(b"data: [DONE]\n\n")
         except (ClientGone, OSError):
             raise
         except Exception as error:  # told as an event, for the status has been sent
@@ -199,11 +195,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, events: Sequence[dict[str, Any]]) -> None:
         if events:
-            self._write("".join(f"data: {json.dumps(event)}\n\n" for event in events))
-
-    def _write(self, text: str) -> None:
-        self.wfile.write(text.encode())
-        self.wfile.flush()
+            self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
 
     def _reply(self, status: HTTPStatus, content: dict[str, Any]) -> None:
         encoded = json.dumps(content).encode()
@@ -237,6 +229,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: Any) -> None:
         """Nothing: the lines above say more."""
+
+
+def _status_of(error: Exception) -> HTTPStatus:
+    if isinstance(error, Refused):
+        return error.status
+    if isinstance(error, QueueFull):
+        return HTTPStatus.TOO_MANY_REQUESTS
+    return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Closed) else HTTPStatus.BAD_REQUEST
 
 
 def _error(message: str, status: HTTPStatus) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Service:
                         tickets.append(self.engine.submit(ids, config, row=row, name=name))
             with self._changed:
                 if self._closed:
-                    raise Closed
+                    raise Closed("the server is about to end")
                 self._open.update(tickets)
             yield tickets
         finally:
