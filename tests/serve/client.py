@@ -32,8 +32,8 @@ def chatty() -> Model:
 
 
 @contextlib.contextmanager
-def serving(host: str = "127.0.0.1", **sizes: Any) -> Iterator[Server]:
-    with Server(host, 0) as server:
+def serving(host: str = "127.0.0.1", key: str | None = None, **sizes: Any) -> Iterator[Server]:
+    with Server(host, 0, key) as server:
         engine = Engine(chatty(), **{"rows": 3, "context": 96, "steps": 2, **sizes})
         server.service = Service(engine, "tiny", DEFAULTS, broken=server.shutdown)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -55,6 +55,14 @@ def ask(server: Server, path: str, body: Any, headers: dict[str, str] = JSON) ->
     with contextlib.closing(connect(server)) as connection:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         connection.request("POST", path, raw, headers)
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+
+
+def look(server: Server, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    """Status and JSON of what a GET is answered."""
+    with contextlib.closing(connect(server)) as connection:
+        connection.request("GET", path, headers=headers or {})
         reply = connection.getresponse()
         return reply.status, json.loads(reply.read())
 

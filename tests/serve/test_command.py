@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 import pytest
@@ -31,9 +32,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_serves_until_a_signal_ends_it(folder, number):
     started = [sys.executable, "-m", "wedlm_jax.serve", "--model", folder, "--port", "0", *FLAGS]
-    with subprocess.Popen(
-        started, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
-    ) as process:
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "WEDLM_JAX_API_KEY": "s3cret"}
+    with subprocess.Popen(started, stderr=subprocess.PIPE, text=True, env=env) as process:
         try:
             said: list[str] = []
             while not said or "Ctrl-C ends" not in said[-1]:
@@ -41,7 +41,10 @@ def test_it_serves_until_a_signal_ends_it(folder, number):
                 assert said[-1], said
             url = re.search(r"^tiny at (http://127\.0\.0\.1:\d+/v1): 2 rows of 120 tokens", said[-1])[1]
             body = json.dumps({"model": "tiny", "prompt": "Tom has 3", "seed": 0}).encode()
-            request = urllib.request.Request(f"{url}/completions", body, {"Content-Type": "application/json"})
+            headers = {"Content-Type": "application/json", "Authorization": "Bearer s3cret"}
+            request = urllib.request.Request(f"{url}/completions", body, headers)
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(f"{url}/models", timeout=60)
             with urllib.request.urlopen(request, timeout=60) as reply:
                 (choice,) = json.loads(reply.read())["choices"]
             (expected,) = generate(load(folder), ["Tom has 3"], DecodeConfig("ar", max_new_tokens=9))
@@ -49,7 +52,9 @@ def test_it_serves_until_a_signal_ends_it(folder, number):
             process.send_signal(number)
             rest = process.stderr.read()
             assert process.wait(60) == 0
-            assert re.fullmatch(r"127\.0\.0\.1 POST /v1/completions: 9 tokens, 1\.00 per forward, .* s\nending\n", rest)
+            refused = r"127\.0\.0\.1 GET /v1/models: 401: .*\n"
+            answered = r"127\.0\.0\.1 POST /v1/completions: 9 tokens, 1\.00 per forward, .* s\n"
+            assert re.fullmatch(f"{refused}{answered}ending\n", rest)
         finally:
             process.kill()
 
@@ -71,6 +76,16 @@ def test_bad_flags_are_one_line(folder, flags, complaint, monkeypatch, capsys):
         command.main()
     message = capsys.readouterr().err
     assert exit.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+
+
+def test_a_key_that_no_header_holds_is_one_line(folder, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["serve", "--model", folder, "--port", "0"])
+    for key in ("", " s3cret", "schlüssel", "two\nlines"):
+        monkeypatch.setenv("WEDLM_JAX_API_KEY", key)
+        with pytest.raises(SystemExit):
+            command.main()
+        message = capsys.readouterr().err
+        assert message.startswith("error: WEDLM_JAX_API_KEY: ") and message.count("\n") == 1
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded(folder, monkeypatch, capsys):

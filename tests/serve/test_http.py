@@ -19,7 +19,7 @@ from wedlm_jax import generate
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve.http import Handler, Server
 
-from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, serving
+from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, look, serving
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +172,7 @@ def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monk
 
 
 def test_the_model_is_listed_by_its_name(server):
-    with contextlib.closing(connect(server)) as connection:
-        connection.request("GET", "/v1/models?limit=5")
-        (model,) = json.loads(connection.getresponse().read())["data"]
+    (model,) = look(server, "/v1/models?limit=5")[1]["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 96)
 
 
@@ -305,6 +303,23 @@ def test_others_than_this_machine_are_served_by_any_name():
     with serving("0.0.0.0") as server:
         assert not server.is_local
         assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1}, {**JSON, "Host": "box.lan"})[0] == 200
+
+
+def test_a_server_with_a_key_answers_those_alone_who_bring_it():
+    asked = {"prompt": "Tom", "max_tokens": 1}
+    with serving(key="s3cret") as server:
+        for brought in (
+            {},
+            {"Authorization": "s3cret"},
+            {"Authorization": "Bearer s3cre"},
+            {"Authorization": "Bearer \xe9"},
+        ):
+            status, answer = ask(server, COMPLETIONS, asked, {**JSON, **brought})
+            assert (status, answer["error"]["type"]) == (401, "invalid_request_error")
+            assert look(server, "/v1/models", brought)[0] == 401
+        right = {"Authorization": "Bearer s3cret"}
+        assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
+        assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)
 
 
 def wait_for(condition) -> None:

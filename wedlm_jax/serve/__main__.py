@@ -1,5 +1,7 @@
 """Serve a model to programs that speak OpenAI's HTTP protocol: chat windows, `openai`, lm-eval.
 
+Where the environment variable WEDLM_JAX_API_KEY is set, clients have to bring that key.
+
 python -m wedlm_jax.serve --model DIR
 python -m wedlm_jax.serve --model DIR --decoder streaming --entropy-threshold 0.6 --rows 32
 """
@@ -7,6 +9,7 @@ python -m wedlm_jax.serve --model DIR --decoder streaming --entropy-threshold 0.
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -26,6 +29,8 @@ from wedlm_jax.serve.http import Server
 from wedlm_jax.serve.service import Service
 from wedlm_jax.sharding import ONE_DEVICE
 
+KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
+
 
 @dataclasses.dataclass(frozen=True)
 class Serve:
@@ -36,7 +41,7 @@ class Serve:
     name: str | None = None
     """How clients name the model; None is what --model says."""
     host: str = "127.0.0.1"
-    """Address to listen at. Nobody is asked for a key: others than 127.0.0.1 open the model to the network."""
+    """Address to listen at; others than 127.0.0.1 open the model to the network, so set WEDLM_JAX_API_KEY."""
     port: int = 8000
     """0 takes a free one."""
     rows: int = 8
@@ -56,7 +61,7 @@ def serve(args: Serve) -> None:
     """Answers until SIGINT or SIGTERM, which end running answers with what they have."""
     if args.decode.seed != DecodeConfig.seed:
         raise UserError("--seed does nothing here: a request brings its own, or draws another one each time")
-    with Server(args.host, args.port) as server:
+    with Server(args.host, args.port, key()) as server:
         model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
         engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
@@ -83,6 +88,18 @@ def serve(args: Serve) -> None:
         server.service.close()
     if failed.is_set():
         raise UserError("a step failed, and the engine is of no use after it; start it again")
+
+
+def key() -> str | None:
+    """What clients have to bring.
+
+    Raises:
+      UserError: it is empty, or does not fit in a header.
+    """
+    said = os.environ.get(KEY)
+    if said is not None and not (said.isascii() and said.isprintable() and said.strip() == said != ""):
+        raise UserError(f"{KEY}: must be printable ASCII without spaces around it; unset it to ask for no key")
+    return said
 
 
 def say(line: str) -> None:

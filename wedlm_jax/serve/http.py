@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
 import select
@@ -42,6 +43,7 @@ class Server(ThreadingHTTPServer):
 
     Args:
       host, port: where; port 0 takes a free one.
+      key: what clients have to bring, as `Authorization: Bearer KEY`; None asks nobody.
 
     Raises:
       UserError: nobody can listen there.
@@ -49,7 +51,8 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size = 128
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, key: str | None = None):
+        self.key = key
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.service: Service  # set before it serves: what listens first fails before a model is loaded
         try:
@@ -81,16 +84,23 @@ class Handler(BaseHTTPRequestHandler):
         service, path = self.server.service, self.path.partition("?")[0]
         if path == "/health":
             self._reply(HTTPStatus.OK, {"running": service.engine.running, "waiting": service.engine.waiting})
-        elif path == "/v1/models":
+            return
+        try:
+            self._require_key()
+            if path != "/v1/models":
+                raise Refused(
+                    HTTPStatus.NOT_FOUND, f"{path}: nothing is here; /v1/models, {COMPLETIONS} and {CHAT} are"
+                )
             model = {"id": service.name, "object": "model", "created": 0, "owned_by": "wedlm_jax"}
             about = {**model, "max_model_len": service.engine.context}
             self._reply(HTTPStatus.OK, {"object": "list", "data": [about]})
-        else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; /v1/models, {COMPLETIONS} and {CHAT} are")
+        except Refused as error:
+            self._refuse(error.status, str(error))
 
     def do_POST(self) -> None:
         path, started = self.path.partition("?")[0], time.perf_counter()
         try:
+            self._require_key()
             body = self._body()
             if path not in (COMPLETIONS, CHAT):
                 raise Refused(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; {COMPLETIONS} and {CHAT} are")
@@ -111,6 +121,12 @@ class Handler(BaseHTTPRequestHandler):
         except Exception as error:
             traceback.print_exc()
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {reason(error)}")
+
+    def _require_key(self) -> None:
+        key, brought = self.server.key, self.headers.get("Authorization", "")
+        if key is not None and not hmac.compare_digest(brought.encode(), f"Bearer {key}".encode()):
+            self.close_connection = True  # a body is not read
+            raise Refused(HTTPStatus.UNAUTHORIZED, "Authorization: bring the key of this server, as Bearer KEY")
 
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
