@@ -30,7 +30,7 @@ FIELDS = {
     "confidence_threshold": [-0.1, 1.1, float("nan"), None],
     "temperature": [-1.0, float("nan"), float("inf"), 1e39],
     "top_k": [-1, 2.5, 2**40],
-    "top_p": [0.0, -0.5, 1.01, float("nan")],
+    "top_p": [0.0, -0.5, 1.01, float("nan"), 1e-300, 10**400],
     "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,)],
     "stop": ["END", ("",), (1,), None],
     "mask_token_id": ["x", 1.0, True],
@@ -101,6 +101,11 @@ def test_settings_of_another_kind_are_refused(config, message):
 def test_a_number_of_completions_that_is_none_is_refused(n):
     with pytest.raises(UserError, match="n="):
         generate(tiny_model(), [[1]], DecodeConfig(), n=n)
+
+
+def test_a_block_larger_than_the_context_is_refused():
+    with pytest.raises(UserError, match="block_size=65 exceeds the model's context of 64; lower it"):
+        generate(tiny_model(), [[1]], DecodeConfig("blockwise", block_size=65, max_new_tokens=2))
 
 
 @pytest.mark.parametrize("decoder", ["streaming", "verified", "lookup"])

@@ -70,6 +70,29 @@ def test_no_piece_is_lost_where_another_thread_brings_it_while_they_are_taken():
     assert [i for commit in [*taken, *ticket.take()] for i in commit.ids] == ticket.result().ids
 
 
+def test_a_step_is_had_by_all_that_wait_to_take_one_and_who_submits_waits_for_none(monkeypatch):
+    served, taken, begun, goes_on = engine(), [], threading.Event(), threading.Event()
+
+    def step():
+        taken.append(threading.get_ident())
+        begun.set()
+        assert goes_on.wait(10)
+
+    monkeypatch.setattr(served, "_step", step)
+    threads = [threading.Thread(target=served.step) for _ in range(6)]
+    threads[0].start()
+    assert begun.wait(10)
+    for thread in threads[1:]:
+        thread.start()
+    ticket = served.submit([5, 6, 7], talk("ar"))
+    assert (ticket.status, served.waiting) == ("waiting", 1)
+    time.sleep(0.2)  # for the others to ask for their turn
+    goes_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert len(taken) == 1
+
+
 def test_who_waits_has_the_next_turn():
     turns, taken, stop = Turns(), 0, threading.Event()
     waited: list[int] = []  # turns of the other thread

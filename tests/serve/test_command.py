@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 
@@ -54,7 +56,30 @@ def test_it_serves_until_a_signal_ends_it(folder, number):
             assert process.wait(60) == 0
             refused = r"127\.0\.0\.1 GET /v1/models: 401: .*\n"
             answered = r"127\.0\.0\.1 POST /v1/completions: 9 tokens, 1\.00 per forward, .* s\n"
-            assert re.fullmatch(f"{refused}{answered}ending\n", rest)
+            assert re.fullmatch(f"{refused}{answered}ending; once more ends at once\n", rest)
+        finally:
+            process.kill()
+
+
+def test_a_second_signal_ends_it_in_the_middle_of_a_step(folder):
+    """Python's own end would abort: the thread that takes the step is inside XLA."""
+    flags = ("--decoder", "ar", "--rows", "2", "--port", "0")
+    with subprocess.Popen(
+        [sys.executable, "-m", "wedlm_jax.serve", "--model", folder, *flags],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:  # fmt: skip
+        try:
+            while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", process.stderr.readline())):
+                assert process.poll() is None
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
+            body = json.dumps({"prompt": "Tom has 3", "decoder": "lookup"})  # a step that compiles takes seconds
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            time.sleep(0.3)
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
+            said = process.stderr.read()
+            assert process.wait(60) == 130 and said == "ending; once more ends at once\nended in the middle of a step\n"
         finally:
             process.kill()
 
@@ -63,6 +88,7 @@ def test_it_serves_until_a_signal_ends_it(folder, number):
     "flags, complaint",
     [
         (("--rows", "0"), "rows=0"),
+        (("--context", "2"), "--context 2: must be at least 3"),
         (("--context", "100000"), "context=100000: the model's is 512"),
         (("--seed", "3"), "--seed does nothing here"),
         (("--host", "no.such.host.invalid"), "--host no.such.host.invalid --port 0"),

@@ -174,6 +174,8 @@ def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monk
 def test_the_model_is_listed_by_its_name(server):
     (model,) = look(server, "/v1/models?limit=5")[1]["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 96)
+    assert look(server, "/v1/models/t%69ny") == (200, model)
+    assert look(server, "/v1/models/gpt")[0] == 404
 
 
 @pytest.mark.parametrize(
@@ -192,6 +194,8 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 12}, 413, "the body may have"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 5000}, 411, "Content-Length"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "1_7"}, 411, "Content-Length"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Transfer-Encoding": "chunked"}, 411, "Content-Length"),
     ],
 )
 def test_what_is_refused_is_told_in_json(server, path, body, headers, status, complaint, capsys):
@@ -207,12 +211,40 @@ def test_this_machine_may_be_called_by_its_address(server, host):
     assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1}, {**JSON, "Host": host})[0] == 200
 
 
-def test_more_requests_than_may_wait_are_refused_whole():
+def test_more_requests_than_may_wait_are_refused_whole(monkeypatch):
     with serving(queue=2) as server:
-        status, answer = ask(server, COMPLETIONS, {"prompt": ["Tom"] * 3})
-        assert status == 429 and "queue=2" in answer["error"]["message"]
-        assert server.service.engine.waiting == 0
-        assert ask(server, COMPLETIONS, {"prompt": ["Tom"] * 2, "max_tokens": 1})[0] == 200
+        monkeypatch.setattr(server.service.engine, "step", lambda: time.sleep(0.01))  # which starts nothing
+        assert ask(server, COMPLETIONS, {"prompt": "Tom", "n": 3})[0] == 400  # asking again would not help
+        with contextlib.closing(connect(server)) as connection:
+            connection.request("POST", COMPLETIONS, json.dumps({"prompt": "Tom"}), JSON)
+            wait_for(lambda: server.service.engine.waiting == 1)
+            status, answer = ask(server, COMPLETIONS, {"prompt": ["Tom"] * 2})
+        assert (status, answer["error"]["message"]) == (429, "as many requests wait as queue=2 allows; ask again later")
+        assert server.service.engine.waiting == 1
+
+
+def test_one_thread_runs_the_engine_for_all_clients(server, monkeypatch):
+    """Were it those of the clients, one by one, each would see what it got only when its turn comes round."""
+    engine, stepping = server.service.engine, set()
+
+    def step() -> bool:
+        stepping.add(threading.get_ident())
+        return type(engine).step(engine)
+
+    monkeypatch.setattr(engine, "step", step)
+    with ThreadPoolExecutor(5) as threads:
+        asked = [{"prompt": "Tom", "max_tokens": 9, "stream": bool(i % 2)} for i in range(10)]
+        list(threads.map(lambda body: post(server, body), asked))
+    assert len(stepping) == 1
+
+
+def test_a_stream_sends_what_every_step_commits():
+    with serving(steps=1) as server:
+        said = events(
+            server, COMPLETIONS, {"prompt": "Tom", "decoder": "ar", "max_tokens": 9, "return_token_ids": True}
+        )
+        assert sum(len(event["choices"][0].get("token_ids", [])) for event in said) == 9
+        assert len(said) > 5
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -271,9 +303,24 @@ def test_memory_that_runs_out_is_a_reply(monkeypatch):
 
 
 def fail_all(server: Server) -> bool:
-    for ticket in server.service._open:
-        ticket.fail(UserError("out of memory"))
+    for call in server.service._open:
+        for ticket in call.tickets:
+            ticket.fail(UserError("out of memory"))
     return False
+
+
+def test_the_log_obeys_nobody(server, capsys):
+    with socket.create_connection(server.server_address[:2]) as raw:
+        raw.sendall(b"GET /\x1b[31mred HTTP/1.1\r\nConnection: close\r\n\r\n")
+        assert b" 404 " in b"".join(iter(lambda: raw.recv(4096), b""))
+    assert "\x1b" not in (log := capsys.readouterr().err) and "/\\x1b[31mred: 404" in log
+
+
+def test_the_body_of_a_get_is_no_request(server):
+    with socket.create_connection(server.server_address[:2]) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello")
+        reply = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert reply.count(b"HTTP/1.1 ") == 1 and b"200 OK" in reply
 
 
 def test_a_body_that_is_cut_short_is_no_request(server):
@@ -320,6 +367,12 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
         right = {"Authorization": "Bearer s3cret"}
         assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
         assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)
+
+
+def post(server: Server, body: dict) -> bytes:
+    with contextlib.closing(connect(server)) as connection:
+        connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
+        return connection.getresponse().read()
 
 
 def wait_for(condition) -> None:

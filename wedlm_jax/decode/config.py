@@ -87,8 +87,8 @@ class DecodeConfig:
             raise UserError(f"entropy_threshold={tau}: must be at least 0, inf, auto, or None for one a step")
         if not 0 <= _number(self, "confidence_threshold") <= 1:
             raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
-        if not 0 < _number(self, "top_p") <= 1:
-            raise UserError(f"top_p={self.top_p}: must lie in (0, 1]")
+        if not 0 < np.float32(_number(self, "top_p")) <= 1:
+            raise UserError(f"top_p={self.top_p}: must lie in (0, 1] as a float of 32 bits")
         if not isinstance(self.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: must be a tuple of non-empty strings")
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -221,7 +221,10 @@ def _number(config: DecodeConfig, name: str) -> float:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise UserError(f"{name}={value!r}: must be a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise UserError(f"{name}: an integer of {len(str(value))} digits is no such number") from None
 
 
 def _power_of_two(n: int) -> int:

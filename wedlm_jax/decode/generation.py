@@ -112,8 +112,9 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
             f"{name}: {len(ids)} prompt tokens + max_new_tokens={config.max_new_tokens} exceed the model's context of "
             f"{context}; shorten the prompt or lower max_new_tokens"
         )
-    if config.sized_by == "window_size" and not config.adapts and config.window > context:
-        raise UserError(f"window_size={config.window} exceeds the model's context of {context}; lower it")
+    if config.sized_by is not None and not config.adapts and getattr(config, config.sized_by) > context:
+        size = getattr(config, config.sized_by)
+        raise UserError(f"{config.sized_by}={size} exceeds the model's context of {context}; lower it")
     mask_token_id = None
     needed = config.uses_masks and model.needs_mask_token
     if needed or model.mask_token_id is not None or config.mask_token_id is not None:

@@ -75,7 +75,7 @@ def _first_stop(text: str, stop: Sequence[str]) -> int | None:
 def _stable_prefix(text: str, stop: Sequence[str]) -> str:
     """The part of unfinished text that later tokens cannot change: no half character, no beginning of a stop string."""
     text = _whole_characters(text)
-    held = max((k for s in stop for k in range(1, len(s)) if text.endswith(s[:k])), default=0)
+    held = max((k for s in stop for k in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:k])), default=0)
     return text[: len(text) - held]
 
 

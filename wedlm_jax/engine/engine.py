@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -40,8 +41,9 @@ class Engine:
     alone.
 
     Nothing runs by itself: `step`, `run`, a ticket's `result` and iteration over a ticket drive all requests. Threads may share
-    an engine, whose calls then take turns. A step that an exception interrupts (Ctrl-C) has given its state away, and the
-    engine is of no use after it: `chat` shows how to hold Ctrl-C back. A long prompt is prefilled whole before the next run.
+    an engine: `submit` waits for no step, and a step that one thread takes is had by all that wait to take one. A step that an
+    exception interrupts (Ctrl-C) has given its state away, and the engine is of no use after it: `chat` shows how to hold Ctrl-C
+    back. A long prompt is prefilled whole before the next run.
 
     Args:
       model: from `wedlm_jax.load`.
@@ -84,23 +86,26 @@ class Engine:
         self.model = model
         self.context = context
         self._num_rows, self._steps = rows, steps
-        self._queue, self._cache_limit = queue, cache_limit
-        self._waiting: dict[tuple, deque[Ticket]] = {}  # by the group that they need, in the order of arrival
+        self.queue, self._cache_limit = queue, cache_limit
+        self._arrived: deque[Ticket] = deque()  # since the last step, which other threads may be taking
+        self._arriving = threading.Lock()
         self._arrivals = itertools.count()
+        self._waiting: dict[tuple, deque[Ticket]] = {}  # by the group that they need, in the order of arrival
         self._groups: dict[tuple, RowGroup] = {}
         self._reserved: dict[tuple, list[Arrival]] = {}
         self._admitted = 0
+        self._steps_taken = 0
         self.turns = Turns()
 
     @property
     def waiting(self) -> int:
         """Requests that have no row yet."""
-        return sum(map(len, self._waiting.values()))
+        return len(self._arrived) + sum(map(len, [*self._waiting.values()]))  # a copy: another thread may add groups
 
     @property
     def running(self) -> int:
         """Requests that have a row."""
-        return sum(row.ticket is not None for group in self._groups.values() for row in group.rows)
+        return sum(row.ticket is not None for group in [*self._groups.values()] for row in group.rows)
 
     @property
     def cache_bytes(self) -> int:
@@ -138,28 +143,33 @@ class Engine:
             )
         self._require_memory(config)
         while True:
-            with self.turns:
-                if self.waiting < self._queue:
+            with self._arriving:
+                if self.waiting < self.queue:
                     ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
-                    self._waiting.setdefault(ticket.group, deque()).append(ticket)
+                    self._arrived.append(ticket)
                     return ticket
             if not wait:
                 raise QueueFull(
-                    f"{name}: {self._queue} requests wait already, the most that queue={self._queue} allows; "
+                    f"{name}: {self.queue} requests wait already, the most that queue={self.queue} allows; "
                     "run the engine, raise queue, or submit with wait=True"
                 )
             self.step()
 
     def step(self) -> bool:
-        """Gives free rows to waiting requests, runs every group for at most `steps` steps, and hands out what came.
+        """Gives free rows to waiting requests, runs every group for at most `steps` steps, and hands out what came. Where another
+        thread did so while this one waited for its turn, there is nothing left to do.
 
         Returns:
           whether any request waits or runs still.
         """
+        taken = self._steps_taken
         with self.turns:
-            return self._step()
+            if self._steps_taken == taken:
+                self._step()
+                self._steps_taken += 1
+            return self.waiting > 0 or any(group.busy for group in self._groups.values())
 
-    def _step(self) -> bool:
+    def _step(self) -> None:
         self._admit()
         busy = [key for key, group in self._groups.items() if group.busy]
         for key in busy:
@@ -169,7 +179,6 @@ class Engine:
             with self._memory_of(key):
                 if key in self._groups:
                     self._groups[key].collect()
-        return self.waiting > 0 or any(group.busy for group in self._groups.values())
 
     def run(self) -> None:
         """Steps until every request is done."""
@@ -178,6 +187,7 @@ class Engine:
 
     def withdraw(self, ticket: Ticket) -> None:
         """Takes a request out of the queue or off its row; `Ticket.cancel` is what callers want."""
+        self._queue_up()
         if ticket in self._waiting[ticket.group]:
             self._waiting[ticket.group].remove(ticket)
         for group in self._groups.values():
@@ -186,8 +196,16 @@ class Engine:
     def _bytes(self, slots: int) -> int:
         return cache_bytes(self.model.config, self._num_rows, slots, self.model.mesh)
 
+    def _queue_up(self) -> None:
+        """Who has arrived stands behind those who need the same group."""
+        with self._arriving:
+            while self._arrived:
+                ticket = self._arrived.popleft()
+                self._waiting.setdefault(ticket.group, deque()).append(ticket)
+
     def _admit(self) -> None:
         """In the order of arrival, but past requests whose own group is full."""
+        self._queue_up()
         full: set[tuple] = set()
         while first := [tickets[0] for key, tickets in self._waiting.items() if tickets and key not in full]:
             ticket = min(first, key=lambda ticket: ticket.arrival)
@@ -201,7 +219,7 @@ class Engine:
                     self._start()  # of a group that is closed now no row may be copied any more
                     if not self._open(key, ticket.request.config):
                         # It waits for memory. So do all behind it, or a group that is never idle would starve it.
-                        self._waiting[key].appendleft(ticket)
+                        self._wait_again(key, [ticket])
                         break
                 self._reserve(ticket, self._groups[key].idle)
         self._start()
@@ -220,7 +238,7 @@ class Engine:
         reused = [shared_length(prompt, other.ticket.request.prompt) for other in others]
         if not free or max(reused, default=0) >= shared + WORTH_WAITING:
             self._start()
-            self._waiting[ticket.group].appendleft(ticket)  # to look again at what the rows hold then
+            self._wait_again(ticket.group, [ticket])  # to look again at what the rows hold then
             return
         row = choose_row(prompt, free, [row.tokens for row in group.rows], [row.used for row in group.rows])
         source = places[best] if shared else (group, row)

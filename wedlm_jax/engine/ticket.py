@@ -61,6 +61,11 @@ class Ticket:
     def status(self) -> Literal["waiting", "running", "done"]:
         return "done" if self.done else "waiting" if self.waits else "running"
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is a commit that nobody has taken yet."""
+        return bool(self._commits)
+
     def __iter__(self) -> Iterator[Commit]:
         """Tokens and text as they are committed; the pieces join to those of `result`.
 
@@ -68,9 +73,7 @@ class Ticket:
           UserError: the memory for this request could not be had.
         """
         while True:
-            last = (
-                self.done
-            )  # asked before the commits are looked at: another thread may bring the last ones in between
+            last = self.done  # asked before the commits: another thread may bring the last ones in between
             # One at a time: whoever takes them may run the engine before asking for the next.
             while self._commits:
                 yield self._commits.popleft()

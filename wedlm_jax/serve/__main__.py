@@ -29,6 +29,7 @@ from wedlm_jax.serve.http import Server
 from wedlm_jax.serve.service import Service
 from wedlm_jax.sharding import ONE_DEVICE
 
+SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
 KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 
 
@@ -63,6 +64,8 @@ def serve(args: Serve) -> None:
         raise UserError("--seed does nothing here: a request brings its own, or draws another one each time")
     with Server(args.host, args.port, key()) as server:
         model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+        if args.context is not None and args.context < SMALLEST_CONTEXT:
+            raise UserError(f"--context {args.context}: must be at least {SMALLEST_CONTEXT}")
         engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
             say(line)
@@ -74,7 +77,7 @@ def serve(args: Serve) -> None:
 
         server.service = Service(engine, args.name or args.model, args.decode, broken=end)
         say("compiling")
-        engine.submit([0, 0], dataclasses.replace(args.decode, max_new_tokens=1)).result()
+        engine.submit([0] * (SMALLEST_CONTEXT - 1), dataclasses.replace(args.decode, max_new_tokens=1)).result()
         say(
             f"{server.service.name} at {server.url}: {args.rows} rows of {engine.context} tokens, a cache of "
             f"{in_words(engine.cache_bytes)}; Ctrl-C ends"
@@ -84,10 +87,16 @@ def serve(args: Serve) -> None:
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            say("ending")
-        server.service.close()
+            say("ending; once more ends at once")
+        try:
+            answered = server.service.close()
+        except KeyboardInterrupt:
+            answered = False
     if failed.is_set():
         raise UserError("a step failed, and the engine is of no use after it; start it again")
+    if not answered:
+        say("ended in the middle of a step")
+        os._exit(130)  # Python's own end would abort in the thread that takes the step
 
 
 def key() -> str | None:

@@ -19,17 +19,26 @@ WORDS = {"none": None, "inf": math.inf}  # of entropy_threshold, for which JSON 
 IDLE: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
     "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),  # there are no tools
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
 }
-UNREAD = ("metadata", "user")  # names of the client's own
+UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
 SEEDS = 1 << 31
 
 

@@ -10,20 +10,23 @@ import socket
 import sys
 import time
 import traceback
+import urllib.parse
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from wedlm_jax.decode.prompts import shown
 from wedlm_jax.engine import QueueFull, Ticket
 from wedlm_jax.errors import UserError, reason
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
-from wedlm_jax.serve.service import Closed, Service
+from wedlm_jax.serve.service import Call, Closed, Service
 
 LARGEST_BODY = 64 << 20  # bytes
+SECONDS_TO_LOOK = 0.5  # between two looks whether a client is still there
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 
 
 class Refused(Exception):
@@ -81,19 +84,23 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or a piece waits until the client has acknowledged the one before
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers:
+            self.close_connection = True  # or a body would be read as the next request
         service, path = self.server.service, self.path.partition("?")[0]
         if path == "/health":
             self._reply(HTTPStatus.OK, {"running": service.engine.running, "waiting": service.engine.waiting})
             return
         try:
             self._require_key()
-            if path != "/v1/models":
-                raise Refused(
-                    HTTPStatus.NOT_FOUND, f"{path}: nothing is here; /v1/models, {COMPLETIONS} and {CHAT} are"
-                )
             model = {"id": service.name, "object": "model", "created": 0, "owned_by": "wedlm_jax"}
             about = {**model, "max_model_len": service.engine.context}
-            self._reply(HTTPStatus.OK, {"object": "list", "data": [about]})
+            if path == MODELS:
+                self._reply(HTTPStatus.OK, {"object": "list", "data": [about]})
+            elif path.startswith(f"{MODELS}/"):
+                self._require_model(urllib.parse.unquote(path.removeprefix(f"{MODELS}/")))
+                self._reply(HTTPStatus.OK, about)
+            else:
+                raise Refused(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; {MODELS}, {COMPLETIONS} and {CHAT} are")
         except Refused as error:
             self._refuse(error.status, str(error))
 
@@ -105,14 +112,20 @@ class Handler(BaseHTTPRequestHandler):
             if path not in (COMPLETIONS, CHAT):
                 raise Refused(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; {COMPLETIONS} and {CHAT} are")
             asked = read_asked(body, self.server.service.defaults, chat=path == CHAT)
-            self._require_model(body)
-            with self.server.service.serving(asked) as tickets:
-                answer = self.server.service.answer(asked, tickets, chat=path == CHAT)
+            self._require_model(body.get("model"))
+            service = self.server.service
+            with service.serving(asked) as call:
+                answer = Answer(service.engine.model, service.name, asked, call.tickets, chat=path == CHAT)
                 if asked.stream:
-                    self._stream(answer, tickets)
+                    self._stream(answer, call)
                 else:
-                    self._reply(HTTPStatus.OK, self._whole(answer, tickets))
-            self._note(_summary(tickets, time.perf_counter() - started))
+                    self._reply(HTTPStatus.OK, self._whole(answer, call))
+            self._note(_summary(call.tickets, time.perf_counter() - started))
+        except QueueFull:
+            limit = self.server.service.engine.queue
+            self._refuse(
+                HTTPStatus.TOO_MANY_REQUESTS, f"as many requests wait as queue={limit} allows; ask again later"
+            )
         except (Refused, UserError, Closed) as error:
             self._refuse(_status_of(error), str(error))
         except (ClientGone, OSError):
@@ -130,11 +143,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
-        try:
-            length = int(self.headers.get("Content-Length", ""))
-        except ValueError:
-            length = -1
-        if length < 0:
+        said = self.headers.get("Content-Length", "")
+        length = int(said) if said.isdecimal() and len(said) < 20 else -1  # int() would take +5 and 1_0, too
+        if length < 0 or "Transfer-Encoding" in self.headers:
             raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
         if length > LARGEST_BODY:
             raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
@@ -157,21 +168,21 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {reason(error)}") from error
 
-    def _require_model(self, body: dict[str, Any]) -> None:
+    def _require_model(self, asked: Any) -> None:
         name = self.server.service.name
-        if body.get("model", name) not in (name, None):
-            raise Refused(HTTPStatus.NOT_FOUND, f"model={body['model']!r}: not served here; take {name!r}")
+        if asked not in (name, None):
+            raise Refused(HTTPStatus.NOT_FOUND, f"model={shown(asked)}: not served here; take {name!r}")
 
-    def _whole(self, answer: Answer, tickets: list[Ticket]) -> dict[str, Any]:
-        while not all(ticket.done for ticket in tickets):
+    def _whole(self, answer: Answer, call: Call) -> dict[str, Any]:
+        while not call.done:
             self._require_client()
-            self.server.service.step()
+            call.wait(SECONDS_TO_LOOK)
         try:
             return answer.whole()
         except UserError as error:  # memory, for which the request can do nothing
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
 
-    def _stream(self, answer: Answer, tickets: list[Ticket]) -> None:
+    def _stream(self, answer: Answer, call: Call) -> None:
         """Server-sent events, up to the end of the connection."""
         self.close_connection = True
         self.send_response(HTTPStatus.OK)
@@ -181,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self._send(answer.began())
-        left = dict(enumerate(tickets))
+        left = dict(enumerate(call.tickets))
         try:
             while left:
                 for index, ticket in list(left.items()):
@@ -192,14 +203,16 @@ class Handler(BaseHTTPRequestHandler):
                         del left[index]
                 if left:
                     self._require_client()
-                    self.server.service.step()
+                    call.wait(SECONDS_TO_LOOK)
             self._send(answer.counted())
             self.wfile.write(b"data: [DONE]\n\n")
         except (ClientGone, OSError):
             raise
-        except Exception as error:  # told as an event, for the status has been sent
-            if not isinstance(error, UserError):
-                traceback.print_exc()
+        # Told as an event, for the status has been sent.
+        except UserError as error:  # memory, as in `_whole`
+            self._send([_error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)])
+        except Exception as error:
+            traceback.print_exc()
             self._send([_error(f"{type(error).__name__}: {reason(error)}", HTTPStatus.INTERNAL_SERVER_ERROR)])
 
     def _require_client(self) -> None:
@@ -231,12 +244,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _note(self, line: str) -> None:
-        """One line for each request that was answered or refused."""
-        print(
-            f"{self.client_address[0]} {self.command} {self.path.partition('?')[0]}: {line}",
-            file=sys.stderr,
-            flush=True,
-        )
+        """One line for each request that was answered or refused; what a terminal would obey is written out."""
+        said = f"{self.client_address[0]} {self.command} {self.path.partition('?')[0]}: {line}"
+        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in said), file=sys.stderr, flush=True)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library refuses, as what is no HTTP, in JSON too."""
@@ -250,8 +260,6 @@ class Handler(BaseHTTPRequestHandler):
 def _status_of(error: Exception) -> HTTPStatus:
     if isinstance(error, Refused):
         return error.status
-    if isinstance(error, QueueFull):
-        return HTTPStatus.TOO_MANY_REQUESTS
     return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Closed) else HTTPStatus.BAD_REQUEST
 
 

@@ -1,4 +1,4 @@
-"""Service: requests of many clients over one engine, each in a thread of its own, and an end that all of them come to."""
+"""Service: requests of many clients over one engine, which a thread of its own runs, and an end that all of them come to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.engine import Engine, Ticket
-from wedlm_jax.serve.answer import Answer
+from wedlm_jax.errors import UserError
 from wedlm_jax.serve.asked import Asked
 
 SECONDS_TO_END = 30  # for requests that are cancelled; a step that compiles may take longer
@@ -20,11 +20,46 @@ class Closed(Exception):
     """The service takes no more requests."""
 
 
+class Call:
+    """A request that is being answered.
+
+    Attributes:
+      tickets: one for each completion.
+    """
+
+    def __init__(self, tickets: Sequence[Ticket], stream: bool):
+        self.tickets = tickets
+        self._stream = stream
+        self._news = threading.Event()
+        self._failure: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self.tickets)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something to send, a piece of a stream or a whole answer, or so many seconds are over.
+
+        Raises:
+          Exception: what a step has failed with.
+        """
+        self._news.wait(seconds)
+        self._news.clear()  # before the tickets are looked at, or what comes meanwhile would be missed
+        if self._failure is not None:
+            raise self._failure
+
+    def tell(self, failure: Exception | None = None) -> None:
+        """Wakes who waits, where there is something to send."""
+        self._failure = failure
+        if failure is not None or self.done or (self._stream and any(ticket.has_news for ticket in self.tickets)):
+            self._news.set()
+
+
 class Service:
-    """Answers requests. Whoever waits for one runs the engine, in turns with the others.
+    """Answers requests.
 
     Args:
-      engine: of the model.
+      engine: of the model; a thread runs it while there is a request.
       name: of the model, for clients.
       defaults: settings that a request leaves out.
       broken: called where a step fails: the engine is of no use after it.
@@ -33,63 +68,97 @@ class Service:
     def __init__(self, engine: Engine, name: str, defaults: DecodeConfig, broken: Callable[[], None] = lambda: None):
         self.engine, self.name, self.defaults = engine, name, defaults
         self._broken = broken
-        self._open: set[Ticket] = set()
+        self._open: set[Call] = set()
         self._changed = threading.Condition()
         self._closed = False
+        self._runner = threading.Thread(target=self._run, daemon=True)
+        self._runner.start()
 
     @contextlib.contextmanager
-    def serving(self, asked: Asked) -> Iterator[list[Ticket]]:
-        """The tickets of a request, which are cancelled where the block is left before they are done.
+    def serving(self, asked: Asked) -> Iterator[Call]:
+        """The call of a request, whose tickets are cancelled where the block is left before they are done.
 
         Raises:
-          UserError: what `Engine.submit` refuses.
-          Closed: `close` was called.
+          UserError: what `Engine.submit` refuses, and more completions than may ever wait.
+          Closed: `close` was called, or a step has failed.
         """
+        if len(asked.prompts) * asked.n > self.engine.queue:
+            raise UserError(
+                f"{len(asked.prompts) * asked.n} completions in one request: at most {self.engine.queue} may wait; ask in several"
+            )
         tickets: list[Ticket] = []
+        call = Call(tickets, asked.stream)
         try:
-            with self.engine.turns:  # no step before all are there: short prompts are prefilled together
-                for number, prompt in enumerate(asked.prompts):
-                    name = "prompt" if len(asked.prompts) == 1 else f"prompt {number}"
-                    ids = encode_prompt(self.engine.model, prompt, name)
-                    config = asked.config if asked.limited else self._with_room(asked.config, len(ids))
-                    for row in range(number * asked.n, (number + 1) * asked.n):
-                        tickets.append(self.engine.submit(ids, config, row=row, name=name))
+            names = ["prompt"] if len(asked.prompts) == 1 else [f"prompt {i}" for i in range(len(asked.prompts))]
+            model = self.engine.model
+            encoded = [encode_prompt(model, prompt, name) for prompt, name in zip(asked.prompts, names, strict=True)]
+            # All of them are there before the next step: short prompts are prefilled together.
+            for number, (ids, name) in enumerate(zip(encoded, names, strict=True)):
+                config = asked.config if asked.limited else self._with_room(asked.config, len(ids))
+                for row in range(number * asked.n, (number + 1) * asked.n):
+                    tickets.append(self.engine.submit(ids, config, row=row, name=name))
             with self._changed:
                 if self._closed:
                     raise Closed("the server is about to end")
-                self._open.update(tickets)
-            yield tickets
+                self._open.add(call)
+                self._changed.notify_all()
+            yield call
         finally:
             try:
-                for ticket in tickets:
-                    if not ticket.done:
-                        ticket.cancel()
+                self._cancel([call])
             finally:
                 with self._changed:
-                    self._open.difference_update(tickets)
+                    self._open.discard(call)
                     self._changed.notify_all()
 
-    def answer(self, asked: Asked, tickets: Sequence[Ticket], *, chat: bool) -> Answer:
-        """In the words of `chat/completions`, or else of `completions`."""
-        return Answer(self.engine.model, self.name, asked, tickets, chat=chat)
+    def close(self) -> bool:
+        """Takes no more requests, ends those that run with what they have, and waits until they are answered.
 
-    def step(self) -> None:
-        """One step of the engine, for all."""
-        try:
-            self.engine.step()
-        except Exception:
-            self._broken()
-            raise
-
-    def close(self) -> None:
-        """Takes no more requests, ends those that run with what they have, and waits until they are answered."""
+        Returns:
+          whether they are; a step may take longer than there is time.
+        """
         with self._changed:
             self._closed = True
-            still_open = list(self._open)
-        for ticket in still_open:
-            ticket.cancel()
+            still_open = [*self._open]
+            self._changed.notify_all()
+        self._cancel(still_open)
+        for call in still_open:
+            call.tell()
         with self._changed:
             self._changed.wait_for(lambda: not self._open, SECONDS_TO_END)
+        self._runner.join(SECONDS_TO_END)
+        return not self._runner.is_alive() and not self._open
+
+    def _run(self) -> None:
+        """Steps of the engine, for all, while there is a request."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_work() or self._closed)
+                if not self._has_work():
+                    return
+            failure = None
+            try:
+                self.engine.step()
+            except Exception as error:
+                failure = error
+            with self._changed:
+                self._closed |= failure is not None
+                calls = [*self._open]
+            for call in calls:
+                call.tell(failure)
+            if failure is not None:
+                self._broken()
+                return
+
+    def _has_work(self) -> bool:
+        return not all(call.done for call in self._open)
+
+    def _cancel(self, calls: Sequence[Call]) -> None:
+        left = [ticket for call in calls for ticket in call.tickets if not ticket.done]
+        if left:
+            with self.engine.turns:  # at once: between two turns a step could be taken
+                for ticket in left:
+                    ticket.cancel()
 
     def _with_room(self, config: DecodeConfig, prompt: int) -> DecodeConfig:
         """An answer as long as there is room for, and no longer than the settings have it."""
