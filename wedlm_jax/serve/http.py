@@ -246,7 +246,9 @@ class Handler(BaseHTTPRequestHandler):
     def _note(self, line: str) -> None:
         """One line for each request that was answered or refused; what a terminal would obey is written out."""
         said = f"{self.client_address[0]} {self.command} {self.path.partition('?')[0]}: {line}"
-        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in said), file=sys.stderr, flush=True)
+        harmless = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
+        sys.stderr.write(f"{harmless}\n")  # at once: print would let another thread write before the end of the line
+        sys.stderr.flush()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library refuses, as what is no HTTP, in JSON too."""
