@@ -12,7 +12,7 @@ from wedlm_jax.model.handle import Model
 def in_batches(
     model: Model, requests: Sequence[Request], *, batch_size: int, trace: bool = False
 ) -> Iterator[Completion]:
-    """Completes requests of one decoder, refill rule and window bucket in as few batches as `batch_size` allows, all of one
+    """Completes requests of one `DecodeConfig.program` in as few batches as `batch_size` allows, all of one
     number of rows: every other number would be a program to compile, which takes longer than many a batch.
 
     Args:

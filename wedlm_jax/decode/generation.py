@@ -42,8 +42,8 @@ def generate(
     n: int = 1,
     trace: bool = False,
 ) -> list[Completion]:
-    """Completes every prompt `n` times; prompts of one decoder and bucket run as one batch, whose rows are filled up to a number
-    that programs are compiled for (`row_bucket`).
+    """Completes every prompt `n` times; prompts of one `DecodeConfig.program` run as one batch, whose rows are filled up to a
+    number that programs are compiled for (`row_bucket`).
 
     Args:
       model: from `wedlm_jax.load`.
@@ -132,7 +132,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
 
 
 class Batch:
-    """Requests of one decoder and window bucket, prefilled and ready to run."""
+    """Requests of one `DecodeConfig.program`, prefilled and ready to run, once: the loop takes the state."""
 
     def __init__(self, model: Model, requests: Sequence[Request]):
         self.model, self.requests = model, requests
@@ -255,7 +255,7 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
     fields: dict[str, Any] = {}
     if config.holds_back:
         fields["log_probs"] = [None if math.isnan(x) else x for x in state.log_probs[row, :count].tolist()]
-    if config.reads_chain and config.decoder != "ar":
+    if config.drafter is not None:
         by_slot = list(zip(state.checked[row].tolist(), state.agreed[row].tolist(), strict=True))[1:]
         used = [slot for slot, (checked, _) in enumerate(by_slot, 1) if checked]
         fields["acceptance"] = by_slot[: max(used, default=0)]
@@ -265,7 +265,7 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
 def decode_batch(
     model: Model, requests: Sequence[Request], trace: bool, *, rows: int | None = None
 ) -> list[Completion]:
-    """Decodes requests of one decoder, refill rule and window bucket as one batch of `rows` rows; None: of as many as there are
+    """Decodes requests of one `DecodeConfig.program` as one batch of `rows` rows; None: of as many as there are
     requests."""
     shortest = min(requests, key=lambda request: len(request.prompt))
     # What fills the batch up ends with its first token.

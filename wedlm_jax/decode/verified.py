@@ -76,5 +76,6 @@ def verified_step(
 
 
 def widths(slots: int, rows: int, table: WindowTable, adapts: bool) -> tuple[int, ...]:
-    """Of the forwards over so many window slots: the least is a window, the narrowest automatic one, and the pending token."""
+    """Of forwards over so many window slots. The least holds a window, where steps choose the narrowest one, and the pending
+    token."""
     return feeding_widths(slots, rows, table, (AUTO_WINDOWS[0] if adapts else slots // 2) + 1)

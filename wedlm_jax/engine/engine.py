@@ -54,7 +54,7 @@ class Engine:
         host time.
       queue: requests that may wait for a row; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = as many as the device has. Idle groups are closed to stay below it.
-        While requests are started, a quarter of the rows more are in use, at least one; while a row changes its place, two or
+        Beyond it, starting requests takes the cache of a quarter of the rows more, at least of one, and moving a row of two or
         three.
 
     Raises:

@@ -32,7 +32,7 @@ class Ticket:
 
     Attributes:
       ids: tokens committed so far.
-      window: what lies behind them, as the last run left it: tokens that are filled and may change, None for masks.
+      window: the slots after `ids`, as the last run left them: tokens that are filled and may change, None for masks.
       stats: counters so far.
       reused_tokens: tokens of the prompt that were not prefilled, because a row held them already.
       completion: what came out; None while the request waits or runs.

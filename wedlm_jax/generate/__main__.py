@@ -232,7 +232,7 @@ def detail_lines(completion: Completion) -> Iterable[str]:
 
 
 def trace_lines(prompt: int, completion: Completion) -> Iterator[dict[str, Any]]:
-    """A line for every forward of a prompt, both numbered from 0."""
+    """A line for every forward of a completion; `prompt` numbers the completions (--n of each prompt), and both count from 0."""
     for forward, step in enumerate(completion.trace or ()):
         yield {"prompt": prompt, "forward": forward, **step}
 
