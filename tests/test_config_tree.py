@@ -1,8 +1,12 @@
-"""Trees of fields: how two of them differ."""
+"""Trees of fields: how they are read, and how two of them differ."""
 
 import json
 
-from wedlm_jax.config_tree import differences
+from typing import Literal
+
+import pytest
+
+from wedlm_jax.config_tree import differences, read_value
 
 
 def test_differences_name_the_fields():
@@ -10,3 +14,10 @@ def test_differences_name_the_fields():
     current = {"a": {"b": 2, "c": [1, 2]}, "free": {"d": 9}, "model": {"x": 1}, "same": 1, "new": 5}
     assert differences(saved, current, free=("free",)) == ["a.b: 1 -> 2", "model: None -> {'x': 1}", "new: None -> 5"]
     assert differences(json.loads(json.dumps(saved)), saved) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [(Literal["none", "full"] | None, "none"), (Literal["full"] | None, None), (str | None, None)]
+)
+def test_none_is_none_unless_it_is_a_value_of_the_field(kind, expected):
+    assert read_value(kind, "remat", "none") == expected

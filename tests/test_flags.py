@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import tyro
@@ -88,6 +89,26 @@ def test_what_is_no_flag_may_stand_anywhere(args):
     read = parse(Overridden, prog="command", args=args.split(), config=(tyro.conf.FlagCreatePairsOff,))
     assert read == Overridden(("a=1", "b=2"), "x", -1, True)
     assert parse(Overridden, prog="command", args=["a=1", "--exp", "b=2"]) == Overridden(("a=1",), "b=2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    ban_mask: bool = True
+    size: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Nested:
+    overrides: tyro.conf.Positional[tuple[str, ...]] = ()
+    task: str | None = None
+    inner: Annotated[Inner, tyro.conf.arg(name="")] = Inner()
+
+
+@pytest.mark.parametrize(("flag", "banned"), [("--no-ban-mask", False), ("--ban-mask", True)])
+def test_a_boolean_of_a_nested_config_takes_no_value_from_behind_it(flag, banned):
+    expected = Nested(("a=1",), "counting", Inner(banned, 2))
+    assert parse(Nested, prog="command", args=[flag, "--task", "counting", "a=1", "--size", "2"]) == expected
+    assert parse(Nested, prog="command", args=["--size", "2", "--task", "counting", flag, "a=1"]) == expected
 
 
 def test_a_flag_without_its_value_takes_none_from_before_it():

@@ -9,7 +9,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -152,7 +152,7 @@ def _positional_first(flags: type, arguments: list[str]) -> list[str]:
     kinds = get_type_hints(flags, include_extras=True)
     if not any(tyro.conf.Positional in getattr(kind, "__metadata__", ()) for kind in kinds.values()):
         return arguments
-    alone = {_spelled(name) for name, kind in kinds.items() if kind is bool} | {"--help"}
+    alone = {"--help", *_valueless(flags)}
     positional, flagged = [], []
     left = iter(arguments)
     for argument in left:
@@ -163,6 +163,15 @@ def _positional_first(flags: type, arguments: list[str]) -> list[str]:
         if argument.startswith("--") and "=" not in argument and argument.replace("_", "-") not in alone:
             flagged += itertools.islice(left, 1)  # its value
     return positional + flagged
+
+
+def _valueless(flags: type) -> Iterator[str]:
+    """The flags that no value follows: booleans, those of a nested config with them, which has no prefix here."""
+    for name, kind in get_type_hints(flags).items():
+        if kind is bool:
+            yield from (_spelled(name), _spelled(f"no_{name}"))
+        elif dataclasses.is_dataclass(kind):
+            yield from _valueless(kind)
 
 
 def _may_be_none(flag: str) -> bool:
