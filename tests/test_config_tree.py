@@ -1,7 +1,6 @@
 """Trees of fields: how they are read, and how two of them differ."""
 
 import json
-
 from typing import Literal
 
 import pytest

@@ -108,6 +108,8 @@ def test_an_experiment_that_is_not_there_or_broken_is_named(spec, message):
 def test_a_syntax_error_is_told_with_its_line(folder):
     (folder / "broken.py").write_text("def broken():\n  return (\n")
     assert "broken.py:2: " in message_of(load_experiment, "broken.py")
+    (folder / "experiments" / "latin.py").write_bytes(b'"""Caf\xe9."""\n')
+    assert "broken" in list_experiments()["latin"] and list_experiments()["small"] == "Trains something small."
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,16 @@ def test_every_arm_is_trained_with_every_seed_from_its_own_stage_before(tmp_path
     assert len(commands.lines) == 10 and "/5/" in commands.lines[5]
 
 
+def test_how_a_stage_is_evaluated_reaches_its_evaluation(tmp_path):
+    commands = Commands()
+    stage = Stage("base", ("train.steps=1", "evaluation.limit=7"))
+    run_study(dataclasses.replace(STUDY, arms={"a": (stage,)}, seeds=(3,)), tmp_path, commands, QUIET)
+    folder = f"{tmp_path}/3/base+train.steps=1+evaluation.limit=7"
+    assert commands.lines[-1] == (
+        f"wedlm_jax.evaluate --exp base --workdir {folder} --out {folder}/evaluation evaluation.limit=7"
+    )
+
+
 def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for start in ("runs/base@best", "runs/base@500", "~/base@best"):
@@ -213,6 +223,16 @@ def test_the_mean_of_curves_counts_what_a_shorter_one_lacks_as_0():
 def test_a_study_of_nothing_is_refused(missing):
     given = {"arms": {"a": (BASE,)}, "measures": MEASURES, "seeds": (0,)} | missing
     with pytest.raises(UserError, match="study s: needs arms"):
+        Study("s", **given)
+
+
+@pytest.mark.parametrize(
+    "twice, said",
+    [({"measures": MEASURES + MEASURES[:1]}, "measures name 'accuracy'"), ({"seeds": (1, 2, 1)}, "seeds name 1")],
+)
+def test_a_study_that_names_one_thing_twice_is_refused(twice, said):
+    given = {"arms": {"a": (BASE,)}, "measures": MEASURES, "seeds": (0,)} | twice
+    with pytest.raises(UserError, match=f"study s: {said} twice; name each once"):
         Study("s", **given)
 
 

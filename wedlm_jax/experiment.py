@@ -264,7 +264,7 @@ def list_experiments() -> dict[str, str]:
         for path in sorted(folder.glob("*.py")):
             if not path.name.startswith("_") and path.stem not in found:
                 try:
-                    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+                    doc = ast.get_docstring(ast.parse(path.read_bytes())) or ""
                 except SyntaxError as error:
                     doc = f"(broken: {path}:{error.lineno}: {error.msg})"
                 found[path.stem] = doc.partition("\n")[0]

@@ -170,7 +170,7 @@ def _valueless(flags: type) -> Iterator[str]:
     for name, kind in get_type_hints(flags).items():
         if kind is bool:
             yield from (_spelled(name), _spelled(f"no_{name}"))
-        elif dataclasses.is_dataclass(kind):
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
             yield from _valueless(kind)
 
 

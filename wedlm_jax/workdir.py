@@ -14,7 +14,7 @@ from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
-from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer
+from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.distributed import of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
@@ -188,9 +188,9 @@ def prepare_workdir(
     if initial is not None:
         with writing(folder, _MEND):
             _keep_generation_config(initial, folder)
-    if len(tokenizer) > model.vocab_size:
+    if (rows := vocabulary_rows(tokenizer)) > model.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model has vocab_size={model.vocab_size} rows; "
+            f"the tokenizer has token ids up to {rows - 1} and the model has vocab_size={model.vocab_size} rows; "
             "raise model.vocab_size, or name the model's own tokenizer as tokenizer.path"
         )
     mask_token_id = initial.mask_token_id if initial is not None else None

@@ -176,6 +176,16 @@ def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatc
     assert "/quit leaves" in stream.getvalue()
 
 
+def test_ctrl_c_leaves_where_nobody_reads_that_quit_does(monkeypatch):
+    class Interrupted(io.StringIO):
+        def readline(self):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        list(command.spoken(Console(file=io.StringIO())))
+
+
 def test_where_only_the_input_is_a_terminal_its_end_leaves_and_an_empty_line_does_not(monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -217,9 +217,9 @@ FILES = {
     "an empty array": ("a.npy", "tokens", saved(np.zeros(0, int)), "the array is empty"),
     "another vocabulary": (
         "a.npy", "tokens", saved(np.array([4, 151_643])),
-        "tokens from 0: token 151643 at place 1 is not one of the tokenizer's",
+        "tokens from 0: token 151643 at place 1 is none of the tokenizer's",
     ),
-    "a token below zero": ("a.npy", "tokens", saved(np.array([[4], [-1]])), "row 1: token -1 at place 0 is not one of"),
+    "a token below zero": ("a.npy", "tokens", saved(np.array([[4], [-1]])), "row 1: token -1 at place 0 is none of"),
 }  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def test_a_reply_is_learned_token_for_token_and_ends_only_where_it_ended(tmp_pat
     [
         ({"ids": []}, "own.jsonl:1: ids is no list of token ids"),
         ({"prompt_ids": ["a"]}, "own.jsonl:1: prompt_ids is no list of token ids"),
-        ({"ids": [10**6]}, "own.jsonl:1: token 1000000 at place 2 is not one of the tokenizer's"),
+        ({"ids": [10**6]}, "own.jsonl:1: token 1000000 at place 2 is none of the tokenizer's"),
         ({"finish_reason": None}, "own.jsonl:1: finish_reason is None, and not stop or length"),
     ],
 )
@@ -69,7 +69,7 @@ def test_prompts_are_those_of_the_training_split_in_the_order_of_the_stream(tmp_
     assert [ids.tolist() for ids in leading_prompts(config, tokenizer(), 7)] == prompts["train"]
 
 
-def test_a_prompt_without_room_for_a_reply_is_a_bad_record(tmp_path):
+def test_a_prompt_without_room_for_a_reply_is_a_bad_record(tmp_path, capsys):
     path = write_lines(
         tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": sentence(1, 200)}]}, chat(2)]
     )
@@ -79,6 +79,7 @@ def test_a_prompt_without_room_for_a_reply_is_a_bad_record(tmp_path):
     ):
         leading_prompts(config_of(path, **fields), tokenizer(), 0)
     assert len(leading_prompts(config_of(path, on_bad_record="skip", **fields), tokenizer(), 0)) == 1
+    assert "warning: data.self_generated: 1 prompts left out, the first: " in capsys.readouterr().err
     write_lines(path, [{"messages": [{"role": "user", "content": sentence(1, 200)}]}])
     with pytest.raises(UserError, match="the training split holds no prompt that can be read"):
         leading_prompts(config_of(path, on_bad_record="skip", **fields), tokenizer(), 0)

@@ -19,6 +19,13 @@ def test_the_split_is_fixed():
     assert [split_of(path) for path in ("gzip.py", "hashlib.py", "argparse.py")] == ["held_out", "held_out", "train"]
 
 
+def test_a_folder_may_be_named_from_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "argparse.py").write_text("x = 1\n")
+    assert [file.path for file in code_files("train", "~/code")] == ["argparse.py"]
+
+
 def test_a_missing_folder_an_empty_one_and_a_file_that_is_no_text_are_named(tmp_path):
     with pytest.raises(UserError, match="data.path=.*nowhere is not a folder"):
         code_files("train", tmp_path / "nowhere")

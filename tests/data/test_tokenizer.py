@@ -6,13 +6,18 @@ import json
 import re
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tests.data.tiny import config_of
+from tests.data.tiny import tokenizer as tiny_tokenizer
+from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
 from wedlm_jax.data.quickstart_tasks import QuickstartProblems
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import (
     SPECIAL_TOKENS,
     TokenizerConfig,
@@ -21,6 +26,7 @@ from wedlm_jax.data.tokenizer import (
     load_tokenizer,
     save_tokenizer,
     train_tokenizer,
+    vocabulary_rows,
 )
 from wedlm_jax.errors import UserError
 
@@ -118,3 +124,15 @@ def test_threads_that_encode_text_and_prompts_do_not_change_each_others_tokens(t
         runs = [threads.submit(lambda e=encode: [e(TOKENIZER, text) for _ in range(1000)]) for encode in encoders]
         for run, expected in zip(runs, alone, strict=True):
             assert all(ids == expected for ids in run.result())
+
+
+def test_a_table_has_rows_for_the_largest_id_whatever_ids_are_missing(tmp_path):
+    gaps = copy.deepcopy(tiny_tokenizer())
+    gaps.get_vocab = lambda: {"a": 0, "b": 4, "c": 330}
+    assert vocabulary_rows(gaps) == 331
+    np.save(tmp_path / "a.npy", np.array([0, 330, 4], np.int32))
+    documents = Documents(config_of(tmp_path / "a.npy", "tokens"), gaps, 0, "train")
+    assert [example.tokens.tolist() for example in documents[0].examples] == [[0, 330, 4]]
+    np.save(tmp_path / "b.npy", np.array([0, 331], np.int32))
+    with pytest.raises(BadRecord, match="token 331 at place 1 is none of the tokenizer's, 0 to 330"):
+        Documents(config_of(tmp_path / "b.npy", "tokens"), gaps, 0, "train")[0]

@@ -135,6 +135,7 @@ def test_token_ids_may_be_arrays_and_prompts_a_generator():
         (["text"], "prompt 0: this model has no tokenizer; pass token ids"),
         ([[{"role": "user", "content": "hi"}]], "prompt 0: this model has no tokenizer"),
         ([[1, "a"]], "prompt 0: must be text, a list of messages or a list of token ids"),
+        (jnp.array([1, 2]), "prompt 0: must be text, a list of messages or a list of token ids"),
         ([b"ab"], "prompt 0: must be text, a list of messages or a list of token ids, not b'ab'"),
         ([None], "prompt 0: must be text"),
         ([[True]], "prompt 0: must be text"),

@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.decode.test_precision_and_mesh import cut_over
 from tests.evals.models import tiny_model
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.data.pipeline import DataConfig, batches
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio, scoring_rows
+from wedlm_jax.model.transformer import Transformer
+from wedlm_jax.sharding import MeshConfig, make_mesh, mesh_in_force
 
 TEXTS = ["def f(x):\n    return x + 1\n", "é", "import os\n" * 9]
 
@@ -88,3 +91,23 @@ def test_a_ratio_that_masks_nothing_in_small_blocks_is_named():
     batch = next(batches(DataConfig(row_length=64), model.tokenizer, 4, 2, 0, "held_out"))
     with pytest.raises(UserError, match="block_size=4: at a mask ratio of 0.1 no token of a block is masked"):
         recovery_by_ratio(model, [batch], block_size=4)
+
+
+def test_several_devices_measure_what_one_measures(monkeypatch):
+    """And know that they are several while they compile: the kernels of TPUs and GPUs have to be cut over them by hand."""
+    model, seen = tiny_model(), []
+    batch = next(batches(DataConfig(row_length=64), model.tokenizer, 8, 2, 0, "held_out"))
+
+    def measured(model):
+        bits = bits_per_byte(model, TEXTS, encode, row_length=32, batch_size=2)
+        return bits.bits, *recovery_by_ratio(model, [batch], block_size=8, ratios=(0.5,))[0.5]
+
+    def hidden(self, *args, plain=Transformer.hidden, **kwargs):
+        seen.append(mesh_in_force())
+        return plain(self, *args, **kwargs)
+
+    alone = measured(model)
+    monkeypatch.setattr(Transformer, "hidden", hidden)
+    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
+    assert measured(cut_over(model, mesh)) == pytest.approx(alone, rel=1e-5)
+    assert len(seen) == 2 and all(mesh.shape["tensor"] == 2 for mesh in seen)

@@ -1,7 +1,10 @@
 """The least time of a forward, counted by hand."""
 
+import jax
 import pytest
 
+from wedlm_jax.errors import UserError
+from wedlm_jax.evals import roofline
 from wedlm_jax.evals.roofline import Rates, forward_seconds
 from wedlm_jax.model.config import ModelConfig
 
@@ -40,3 +43,12 @@ def test_a_slot_that_is_not_read_leaves_keys_and_values_and_in_the_last_layer_no
 def test_rates_are_measured_on_this_machine():
     rates = Rates.measured("float32")
     assert 1e8 < rates.flops < 1e16 and 1e8 < rates.bytes < 1e14
+
+
+def test_no_room_for_the_array_that_is_read_is_one_line(monkeypatch):
+    def full(run, x):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(roofline, "_seconds", full)
+    with pytest.raises(UserError, match=r"takes 0\.2 GiB beside the model; take a smaller one, or --dtype bfloat16"):
+        Rates.measured("float32")

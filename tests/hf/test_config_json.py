@@ -176,6 +176,7 @@ def test_all_missing_fields_are_named_at_once():
         ("hidden_size", -1),
         ("num_hidden_layers", 2.0),
         ("rope_theta", "1e6"),
+        ("rope_theta", 10**400),
         ("tie_word_embeddings", 1),
     ],
 )

@@ -38,9 +38,16 @@ def test_a_panel_that_no_run_has_is_left_out(tmp_path):
     lines = logged(tmp_path / "a", validated=False)
     assert [axes.get_title() for axes in draw_curves({"a": lines}).axes] == [
         "loss",
-        "AR loss, held out dashed",
+        "AR loss",
         "gradient norm",
     ]
+
+
+def test_runs_of_which_only_the_held_out_curve_is_known_are_told_apart():
+    lines = [{"step": step, "validation_ar_loss": 1.0 / step} for step in (1, 2)]
+    (axes,) = draw_curves({"a": lines, "b": lines}).axes
+    assert axes.get_title() == "AR loss, held out dashed"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["a", "b"]
 
 
 def test_a_number_that_was_not_finite_is_a_gap(tmp_path):

@@ -210,6 +210,10 @@ def test_every_field_changes_what_it_should():
     ("fields", "message"),
     [
         ({"rank": 0}, "adapter.rank=0 must be at least 1"),
+        ({"rank": "4"}, "adapter.rank='4' must be a whole number"),
+        ({"rank": True}, "adapter.rank=True must be a whole number"),
+        ({"alpha": "32"}, "adapter.alpha='32' must be a number"),
+        ({"targets": "q_proj"}, "adapter.targets='q_proj' must be a tuple"),
         ({"alpha": float("nan")}, "adapter.alpha=nan must be above 0"),
         ({"targets": ("q", )}, "adapter.targets: q is unknown; choose of q_proj, k_proj"),
         ({"targets": ()}, "must name at least one projection"),

@@ -54,7 +54,7 @@ class Baseline:
 
     def __init__(self, name: Name, python: str, model: Path, **settings: Any) -> None:
         self.name, self.python = name, python
-        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process is
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 - open as long as the process is
         self._kept: Path | None = None  # a copy of it
         pipe = subprocess.PIPE
         environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if jax.default_backend() == "cpu" else {})
@@ -124,7 +124,7 @@ class Baseline:
             descriptor, file = tempfile.mkstemp(prefix=f"{self.name}-", suffix=".log")
             os.close(descriptor)
             self._kept = Path(file)
-        self._kept.write_text(words)
+        self._kept.write_text(words, encoding="utf-8")
         return f" (all that it said is in {self._kept})"
 
     def __enter__(self) -> Baseline:

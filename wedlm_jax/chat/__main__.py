@@ -129,6 +129,8 @@ def spoken(console: Console) -> Iterator[str]:
         except EOFError:
             return
         except KeyboardInterrupt:
+            if not asks:  # nobody reads the advice
+                raise
             note(console, "/quit leaves")
             continue
         if not line and not asks:  # a line that is read has its end, and only the end of input is empty

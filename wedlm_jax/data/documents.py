@@ -26,7 +26,7 @@ from wedlm_jax.data.examples import (
 from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text
 from wedlm_jax.data.sources import open_source
 from wedlm_jax.data.split import Split, content_of, split_by_hash
-from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.data.tokenizer import encode_text, vocabulary_rows
 from wedlm_jax.errors import UserError
 
 _PIECES_APART = 1_000_003  # between the ids of two pieces of one document, so that a batch does not hold one id twice
@@ -54,6 +54,7 @@ class Documents:
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(tokenizer, config.end_token)
+        self._rows = vocabulary_rows(self._tokenizer)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
         self.names = [str(part.path or part.source) for part in config.parts]
@@ -130,7 +131,7 @@ class Documents:
             return (self._whole(check_mask(example, some_prompt=True)),)
         if isinstance(record, DecodedReply):
             tokens = [*record.prompt_ids, *record.ids]
-            _check_tokens(np.array(tokens), len(tokenizer))
+            _check_tokens(np.array(tokens), self._rows)
             example = label_completion(
                 tokens, len(record.prompt_ids), document_id=_id(index), end_token_id=end_token_id(tokenizer),
                 num_end_tokens=config.num_end_tokens if record.stopped else 0,
@@ -142,7 +143,7 @@ class Documents:
             end = [end_token_id(tokenizer)] if record.ends else []
             documents = [np.array([*encode_text(tokenizer, record.text), *end], np.int32)]
         else:
-            _check_tokens(record.tokens, len(tokenizer))
+            _check_tokens(record.tokens, self._rows)
             ends = () if record.document_end_id is None else np.flatnonzero(record.tokens == record.document_end_id) + 1
             documents = [part.astype(np.int32) for part in np.split(record.tokens, ends) if len(part)]
         pieces = [
@@ -171,12 +172,12 @@ def _id(number: int) -> int:
     return number % 2**31
 
 
-def _check_tokens(tokens: np.ndarray, vocabulary: int) -> None:
-    wrong = np.flatnonzero((tokens < 0) | (tokens >= vocabulary))
+def _check_tokens(tokens: np.ndarray, rows: int) -> None:
+    wrong = np.flatnonzero((tokens < 0) | (tokens >= rows))
     if len(wrong):
         raise BadRecord(
-            f"token {tokens[wrong[0]]} at place {wrong[0]} is not one of the tokenizer's {vocabulary} (0 to {vocabulary - 1}); "
-            "the array was made with another tokenizer, name that one as tokenizer.path"
+            f"token {tokens[wrong[0]]} at place {wrong[0]} is none of the tokenizer's, 0 to {rows - 1}; it was made with "
+            "another tokenizer, name that one as tokenizer.path"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import sys
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -42,8 +42,18 @@ def leading_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed
     """
     assert config.self_generated is not None
     documents = Prompts(config, tokenizer, seed, "train")
-    found = (example.tokens for index in range(documents.epoch) for example in documents[index].examples)
-    prompts = list(itertools.islice(found, config.self_generated.num_prompts))
+    prompts: list[np.ndarray] = []
+    skipped: list[str] = []
+    for index in range(documents.epoch):
+        document = documents[index]
+        prompts += [example.tokens for example in document.examples]
+        skipped += [] if document.skipped is None else [document.skipped]
+        if len(prompts) == config.self_generated.num_prompts:
+            break
+    if skipped:
+        print(
+            f"warning: data.self_generated: {len(skipped):,} prompts left out, the first: {skipped[0]}", file=sys.stderr
+        )
     if not prompts:
         raise UserError("data.self_generated: the training split holds no prompt that can be read; look at data.path")
     return prompts

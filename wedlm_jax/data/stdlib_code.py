@@ -38,7 +38,7 @@ def code_files(split: Split, folder: str | Path | None = None, field: str = "dat
     Raises:
         UserError: the folder does not exist or holds no file of this split, or a file is not UTF-8.
     """
-    root = Path(folder or sysconfig.get_path("stdlib"))
+    root = Path(folder or sysconfig.get_path("stdlib")).expanduser()
     if not root.is_dir():
         raise UserError(f"{field}={root} is not a folder; name one with .py files")
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}

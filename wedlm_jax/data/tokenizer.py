@@ -129,3 +129,9 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
     """Token ids of a prompt, or of what a chat template wrote: `<|im_end|>` in it is the control token."""
     with _ENCODING:
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+
+
+def vocabulary_rows(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Rows that a table of its tokens needs: one more than the largest id, which is more than there are tokens where ids have
+    gaps. Slow of a large vocabulary."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)

@@ -27,15 +27,16 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
     return [(name, prompt_in({k: v for k, v in record.items() if k != "answer"}, name)) for name, record in found]
 
 
-def read_objects(path: Path, flag: str) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file of prompts, one a line, each with its name `file:line`. Raises as `read_prompts`."""
+def read_objects(path: Path, flag: str, example: str = '{"prompt": "Hello"}') -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a JSONL file of prompts, one a line, each with its name `file:line`. Raises as `read_prompts`, with a line
+    for example where the file is empty."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be read ({reason(error)}); name a JSONL file") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
     if not lines:
-        raise UserError(f'{flag} {path}: is empty; give a line such as {{"prompt": "Hello"}} for each prompt')
+        raise UserError(f"{flag} {path}: is empty; give a line such as {example} for each prompt")
     names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
     return [(name, _parse_object(line, name)) for name, line in zip(names, lines, strict=True)]
 

@@ -74,8 +74,10 @@ def _encode(model: Model, text: str, name: str) -> list[int]:
 
 
 def _is_list(value: object) -> bool:
-    """Bytes are a sequence of integers too, but of no token ids."""
-    return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (bytes, bytearray, memoryview))
+    """Bytes are a sequence of integers too, but of no token ids; an array of one number has no length."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview))
 
 
 def _is_id(value: object) -> bool:

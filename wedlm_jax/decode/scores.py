@@ -30,11 +30,12 @@ class Scores:
     hidden: np.ndarray  # float [D], behind the last token, after the final norm
 
 
-def score(model: Model, ids: Sequence[int]) -> Scores:
+def score(model: Model, ids: Sequence[int], banned: int | None = None) -> Scores:
     """Runs the model over a text once, as AR does.
 
     Args:
       ids: the text's token ids, at least one, all in the vocabulary.
+      banned: a token that is never the likeliest, the mask for instance.
 
     Raises:
       UserError: it does not fit in memory.
@@ -43,7 +44,9 @@ def score(model: Model, ids: Sequence[int]) -> Scores:
     tokens = np.zeros((batch_parts(model.weights.mesh), bucket(len(ids))), np.int32)
     tokens[:, : len(ids)] = ids
     try:
-        scores, hidden = jax.device_get(_score(model.weights, tokens, np.int32(len(ids))))
+        scores, hidden = jax.device_get(
+            _score(model.weights, tokens, np.int32(len(ids)), np.int32(-1 if banned is None else banned))
+        )
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -57,7 +60,7 @@ def score(model: Model, ids: Sequence[int]) -> Scores:
 
 @jax.jit
 def _score(
-    weights: Weights, tokens_BL: jax.Array, count: jax.Array
+    weights: Weights, tokens_BL: jax.Array, count: jax.Array, banned: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Of the first row, what is known behind each of its places, and the hidden state of the last of `count`."""
     with weights.transformer() as transformer:
@@ -67,7 +70,7 @@ def _score(
 
         def at_some(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             logits_CV = transformer.logits(chunk[0])
-            first = likeliest(logits_CV)
+            first = likeliest(jnp.where(jnp.arange(logits_CV.shape[-1]) == banned, -jnp.inf, logits_CV))
             return log_prob(logits_CV, chunk[1]), entropy(logits_CV), first, log_prob(logits_CV, first)
 
         C = min(SCORED_AT_ONCE, len(following))  # a divisor: both are powers of two

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.corruption import mask_lowest
@@ -20,6 +21,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.ops.categorical import likeliest
+from wedlm_jax.sharding import on_mesh
 
 MASK_RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
@@ -44,7 +46,6 @@ def bits_per_byte(
     *,
     row_length: int,
     batch_size: int,
-    on_batch: Callable[[int], None] = lambda rows: None,
 ) -> BitsPerByte:
     """AR bits per byte over whole texts, in rows of `row_length` tokens that overlap by half.
 
@@ -55,7 +56,6 @@ def bits_per_byte(
       encode: text to token ids.
       row_length: the longest row that the model is run on.
       batch_size: rows a forward.
-      on_batch: told the rows of every batch done.
     """
     documents = [encode(text) for text in texts]
     rows = [row for tokens in documents for row in scoring_rows(tokens, row_length)]
@@ -67,8 +67,7 @@ def bits_per_byte(
         for i, (piece, first_scored) in enumerate(rows[start : start + batch_size]):
             tokens[i, : len(piece)] = piece
             scored[i, first_scored : len(piece)] = True
-        nats += float(_next_token_nats(graph, params, jnp.asarray(tokens), jnp.asarray(scored)))
-        on_batch(len(rows[start : start + batch_size]))
+        nats += float(_next_token_nats(graph, params, jnp.asarray(tokens), jnp.asarray(scored), mesh=model.mesh))
     bits = nats / math.log(2) + len(texts) * math.log2(model.config.vocab_size)
     return BitsPerByte(bits, sum(len(text.encode()) for text in texts), sum(map(len, documents)))
 
@@ -82,17 +81,17 @@ def scoring_rows(tokens: Sequence[int], row_length: int) -> Iterator[tuple[Seque
         scored = min(start + row_length, len(tokens))
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _next_token_nats(graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array, scored: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("graph", "mesh"))
+def _next_token_nats(
+    graph: nnx.GraphDef, params: nnx.State, tokens: jax.Array, scored: jax.Array, *, mesh: Mesh | None
+) -> jax.Array:
     """Summed cross-entropy of the scored tokens [B, L], each given all before it in its row."""
-    transformer = nnx.merge(graph, params)
-    hidden = transformer.hidden(tokens, positions=_positions(tokens), pattern=Causal())
-    losses = transformer.token_losses(hidden[:, :-1], tokens[:, 1:], scored[:, 1:])
-    return jnp.sum(losses)
-
-
-def _positions(tokens: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    with on_mesh(mesh):
+        transformer = nnx.merge(graph, params)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        hidden = transformer.hidden(tokens, positions=positions, pattern=Causal())
+        losses = transformer.token_losses(hidden[:, :-1], tokens[:, 1:], scored[:, 1:])
+        return jnp.sum(losses)
 
 
 class Recovery(NamedTuple):
@@ -109,7 +108,6 @@ def recovery_by_ratio(
     block_size: int,
     reorder: bool = True,
     ratios: Sequence[float] = MASK_RATIOS,
-    seed: int = 0,
 ) -> dict[float, Recovery]:
     """How masks are recovered when that share of every block is masked (the training layout).
 
@@ -126,8 +124,8 @@ def recovery_by_ratio(
         sums = np.zeros(3)
         for number, batch in enumerate(batches):
             arrays = tuple(jnp.asarray(x) for x in (batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids))
-            key = jax.random.fold_in(jax.random.key(seed), number)
-            layout = dict(mask_token_id=mask_token_id, block_size=block_size, reorder=reorder)
+            key = jax.random.fold_in(jax.random.key(0), number)
+            layout = dict(mask_token_id=mask_token_id, block_size=block_size, reorder=reorder, mesh=model.mesh)
             sums += np.asarray(_recovered(graph, params, key, *arrays, ratio, **layout))
         nats, right, count = sums.tolist()
         if not count:
@@ -138,7 +136,7 @@ def recovery_by_ratio(
     return found
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "mask_token_id", "block_size", "reorder"))
+@functools.partial(jax.jit, static_argnames=("graph", "mask_token_id", "block_size", "reorder", "mesh"))
 def _recovered(
     graph: nnx.GraphDef,
     params: nnx.State,
@@ -152,10 +150,10 @@ def _recovered(
     mask_token_id: int,
     block_size: int,
     reorder: bool,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """Of the masked tokens [3]: the summed cross-entropy, how many are the likeliest token, and how many they are."""
     B, L = tokens.shape
-    transformer = nnx.merge(graph, params)
     ratios = jnp.full((B, L // block_size), ratio, jnp.float32)
     candidates = loss_mask.reshape(B, L // block_size, block_size)
     masked = mask_lowest(jax.random.uniform(key, candidates.shape), candidates, ratios).reshape(B, L)
@@ -164,9 +162,11 @@ def _recovered(
         mask_token_id=mask_token_id, block_size=block_size, reorder=reorder,
     )  # fmt: skip
     pattern = DualStream(batch.segment_ids, block_size)
-    hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern, masked=batch.masked)
-    hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
-    losses = transformer.token_losses(hidden, targets, masked)
-    # The logits of one row at a time.
-    guesses = jax.lax.map(lambda row: likeliest(transformer.logits(row)), hidden)
+    with on_mesh(mesh):
+        transformer = nnx.merge(graph, params)
+        hidden = transformer.hidden(batch.tokens, positions=batch.positions, pattern=pattern, masked=batch.masked)
+        hidden, targets, masked = hidden[:, L:], batch.targets[:, L:], batch.masked[:, L:]
+        losses = transformer.token_losses(hidden, targets, masked)
+        # The logits of one row at a time.
+        guesses = jax.lax.map(lambda row: likeliest(transformer.logits(row)), hidden)
     return jnp.stack([jnp.sum(losses), jnp.sum(masked & (guesses == targets)), jnp.sum(masked)])

@@ -59,7 +59,7 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
     """
     answer_in = ANSWER[match]
     problems = []
-    for name, record in read_objects(path, flag):
+    for name, record in read_objects(path, flag, '{"prompt": "Are there 5 or 6?", "answer": "5"}'):
         if not isinstance(answer := record.pop("answer", None), str):
             raise UserError(f'{name}: answer must be a string; write {{"prompt": ..., "answer": "18"}}')
         prompt = prompt_text(model, prompt_in(record, name), name)

@@ -9,6 +9,7 @@ import time
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.flops import non_embedding_parameters
 
@@ -24,15 +25,27 @@ class Rates:
 
     @classmethod
     def measured(cls, dtype: str) -> Rates:
-        """Of a product of square matrices, and of a sum over an array that no cache holds, in this dtype."""
+        """By a product of square matrices, and of an array that no cache holds with a vector, in this dtype.
+
+        Raises:
+          UserError: there is no room for the array.
+        """
         on_cpu = jax.default_backend() == "cpu"
         size, length = (1024, 2**26) if on_cpu else (8192, 2**31)
-        square = jnp.full((size, size), 1 / size, dtype)
-        long = jnp.zeros((length // 1024, 1024), dtype)
-        product = _seconds(jax.jit(lambda x: x @ x), square)
-        # A product with a vector reads the array once, on all cores.
-        reading = _seconds(jax.jit(lambda x: x @ jnp.ones((1024,), dtype)), long)
-        return cls(2 * size**3 / product, long.nbytes / reading)
+        long_bytes = length * jnp.dtype(dtype).itemsize
+        try:
+            product = _seconds(jax.jit(lambda x: x @ x), jnp.full((size, size), 1 / size, dtype))
+            # A product with a vector reads the array once, on all cores.
+            long = jnp.zeros((length // 1024, 1024), dtype)
+            reading = _seconds(jax.jit(lambda x: x @ jnp.ones((1024,), dtype)), long)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"out of memory while the rates of this device are measured, which takes {long_bytes / 2**30:.1f} GiB beside the "
+                "model; take a smaller one, or --dtype bfloat16"
+            ) from error
+        return cls(2 * size**3 / product, long_bytes / reading)
 
     def times(self, devices: int) -> Rates:
         """Of so many devices that share the work evenly."""

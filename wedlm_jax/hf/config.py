@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -254,8 +255,8 @@ def _whole(raw: Mapping[str, Any], name: str, file: Path, default: int | None = 
 
 def _real(raw: Mapping[str, Any], name: str, default: float, file: Path) -> float:
     value = raw.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise UserError(f"{file}: {name}={value!r} is not a positive number")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UserError(f"{file}: {name}={str(value)[:40]} is not a positive number")
     return float(value)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.data.tokenizer import vocabulary_rows
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import read_json, token_ids
 from wedlm_jax.model.config import ModelConfig
@@ -109,7 +110,7 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
         raise UserError("mask_token_id: without a tokenizer the free rows of the vocabulary are unknown; pass an id")
     if tokenizer.mask_token_id is not None:
         return _require_in_vocabulary(tokenizer.mask_token_id, config, "the tokenizer's mask token")
-    first_free = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    first_free = vocabulary_rows(tokenizer)
     if first_free >= config.vocab_size:
         raise UserError(
             f"no free row for a mask token: the tokenizer fills all vocab_size={config.vocab_size} rows; "

@@ -10,11 +10,12 @@ from matplotlib.figure import Figure
 
 Lines = Sequence[Mapping[str, Any]]  # the logged steps of a run
 
+_HELD_OUT = ", held out dashed"  # left out of a title where no run has such a curve
 # Title -> metrics of a panel; the first is drawn solid, the others dashed, dotted, ...
 PANELS: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
-    "AR loss, held out dashed": ("ar_loss", "validation_ar_loss"),
-    "MLM loss, held out dashed": ("mlm_loss", "validation_mlm_loss"),
+    f"AR loss{_HELD_OUT}": ("ar_loss", "validation_ar_loss"),
+    f"MLM loss{_HELD_OUT}": ("mlm_loss", "validation_mlm_loss"),
     "MLM loss by mask ratio (up to)": ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00"),
     "distillation loss": ("distillation_loss",),
     "distillation loss by mask ratio (up to)": (
@@ -49,14 +50,14 @@ def draw_curves(runs: Mapping[str, Lines]) -> Figure:
         axis.remove()
     for axis, (title, names) in zip(axes.flat, shown.items(), strict=False):
         for number, (label, run) in enumerate(runs.items()):
+            first = next((name for name in names if points(run, name)[0]), None)
             for name, style in zip(names, _STYLES, strict=False):
                 steps, values = points(run, name)
                 if steps:
-                    both = (
-                        f"{label} {name.rpartition('_')[2]}" if len(names) > 2 else label if name == names[0] else None
-                    )
+                    both = f"{label} {name.rpartition('_')[2]}" if len(names) > 2 else label if name == first else None
                     axis.plot(steps, values, style, color=f"C{number}", label=both, linewidth=1.2)
-        axis.set_title(title, fontsize=10)
+        some_held_out = any(points(run, name)[0] for run in runs.values() for name in names[1:])
+        axis.set_title(title if some_held_out else title.removesuffix(_HELD_OUT), fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)

@@ -39,6 +39,12 @@ class AdapterConfig:
     rows: Rows = "mask"
 
     def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int):
+            raise UserError(f"adapter.rank={self.rank!r} must be a whole number")
+        if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
+            raise UserError(f"adapter.alpha={self.alpha!r} must be a number")
+        if not isinstance(self.targets, tuple | list):
+            raise UserError(f"adapter.targets={self.targets!r} must be a tuple of projections")
         if self.rank < 1:
             raise UserError(f"adapter.rank={self.rank} must be at least 1")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):

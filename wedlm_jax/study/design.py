@@ -101,6 +101,14 @@ class Study:
     def __post_init__(self) -> None:
         if not self.arms or not self.measures or not self.seeds or not all(self.arms.values()):
             raise UserError(f"study {self.name}: needs arms of at least one stage, measures and seeds")
+        labels = {
+            "measures": [m.label for m in self.measures],
+            "curves": [c.label for c in self.curves],
+            "seeds": self.seeds,
+        }
+        for what, given in labels.items():
+            if twice := [each for each in given if list(given).count(each) > 1]:
+                raise UserError(f"study {self.name}: {what} name {twice[0]!r} twice; name each once")
 
     @property
     def trains(self) -> list[str]:

@@ -55,7 +55,9 @@ def run_study(
                 before = folder
             source = folder / RESULTS
             if not source.is_file():
-                run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder)])
+                own = [text for text in stages[-1].overrides if text.startswith("evaluation.")]
+                out = ["--out", str(source.parent)] if own else []  # else they would go to a folder of their own
+                run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder), *out, *own])
             results = _read(source)
             for measure in study.measures:
                 values[arm][measure.label].append(measure.read(results, source))
