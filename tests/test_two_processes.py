@@ -148,22 +148,72 @@ main()
 """
 
 
-def test_bad_input_is_the_status_of_both_though_one_comes_to_it_later(tmp_path):
-    """The highest status is what a scheduler sees, and 75 it would start again."""
-    port = free_pair_of_ports()
-    place = {"WEDLM_COORDINATOR": f"127.0.0.1:{port}", "WEDLM_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
-    shared = os.environ | place | {"PYTHONPATH": str(RUNNER.parents[1])}
+def pair(program: str, *arguments: str, timeout: int = 120) -> list[tuple[int, str]]:
+    """Exit status and stderr of a program in two processes of one device each."""
+    place = {"WEDLM_COORDINATOR": f"127.0.0.1:{free_pair_of_ports()}", "WEDLM_NUM_PROCESSES": "2"}
+    devices = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"}
+    shared = os.environ | place | devices | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(RUNNER.parents[1])}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", FAILS], env=shared | {"WEDLM_PROCESS_ID": str(index)}, stderr=subprocess.PIPE
+            [sys.executable, "-c", program, *arguments],
+            env=shared | {"WEDLM_PROCESS_ID": str(index)}, stderr=subprocess.PIPE, text=True,
         )
         for index in range(2)
-    ]
+    ]  # fmt: skip
     try:
-        errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [BAD_INPUT, BAD_INPUT], errors
-    assert "error: a file is missing" in errors[0]
-    assert "another of the 2 processes ended with bad input" in errors[1]
+    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+
+
+def test_bad_input_is_the_status_of_both_though_one_comes_to_it_later():
+    """The highest status is what a scheduler sees, and 75 it would start again."""
+    (first, said_first), (second, said_second) = pair(FAILS)
+    assert (first, second) == (BAD_INPUT, BAD_INPUT), said_first + said_second
+    assert "error: a file is missing" in said_first
+    assert "another of the 2 processes ended with bad input" in said_second
+
+
+DAMAGED = """
+import sys
+from pathlib import Path
+import jax
+from tests.tiny_training import MODEL, SETTINGS
+from wedlm_jax.checkpoint import Checkpoints
+from wedlm_jax.distributed import any_process, is_main, together
+from wedlm_jax.errors import entry
+from wedlm_jax.sharding import MeshConfig, make_mesh
+from wedlm_jax.train_state import abstract_state, from_seed
+
+@entry
+def main():
+    with together():
+        mesh = make_mesh(MeshConfig(data=1, fsdp=2))
+        state = from_seed(MODEL, SETTINGS.optimizer, mesh, 0)
+        with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(state, step, {"next_example": [step]}, {"skipped_in_row": 0})
+        for file in Path(sys.argv[1]).glob("checkpoints/2/*/ocdbt.process_1/d/*") if is_main() else ():
+            file.write_bytes(b"")
+        any_process(False)
+        with Checkpoints(Path(sys.argv[1]), keep=2) as checkpoints:
+            step, state, data = checkpoints.restore(abstract_state(MODEL, SETTINGS.optimizer, mesh))
+            assert (step, data) == (1, {"next_example": [1]})
+            checkpoints.save(state, 2, data, {"skipped_in_row": 0})
+
+main()
+"""
+
+
+def test_where_one_cannot_read_its_part_of_the_newest_checkpoint_both_take_the_one_before(tmp_path):
+    """And save on; the one that could not read says why."""
+    (status, said), (other, why) = pair(DAMAGED, str(tmp_path))
+    assert (status, other) == (0, 0), said + why
+    assert (
+        "checkpoints/2: the checkpoint cannot be read (in another process, see its output); going on from step 1"
+        in said
+    )
+    assert "checkpoints/2: the checkpoint cannot be read (" in why and "another process" not in why
+    assert saved_steps(tmp_path) == [1, 2]

@@ -122,17 +122,21 @@ class Checkpoints:
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         failures: list[UserError] = []
+        told: list[UserError] = []  # of them, by this process: only the one that could not read its part knows why
         for step in steps:
             try:
                 restored = self._read(step, abstract)
             except Exception as error:  # orbax and tensorstore raise many types for files that are not there or cut off
                 restored, failure = None, error
             if any_process(restored is None):  # then nobody goes on from here
-                failures.append(_damaged(self._folder / str(step), failure if restored is None else "another process"))
+                why = failure if restored is None else "in another process, see its output"
+                failures.append(_damaged(self._folder / str(step), why))
+                if restored is None or is_main():
+                    told.append(failures[-1])
                 continue
             assert restored is not None
             self._unreadable.update(newer for newer in steps if newer > step)
-            for failed in failures if is_main() else ():
+            for failed in told:
                 print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
             return (
                 step,
@@ -150,7 +154,13 @@ class Checkpoints:
             training=ocp.args.StandardRestore(training),
             data=ocp.args.JsonRestore(),
         )
-        return self._manager.restore(step, args=args)
+        # Not by the manager: that waits for the other processes behind a restore, and who could not read its part never comes.
+        folder = self._folder / str(step)
+        if not ocp.utils.is_checkpoint_finalized(folder):  # a folder that is not there is none either
+            raise FileNotFoundError(f"{folder} is not complete")
+        items = {name: ocp.StandardCheckpointHandler() for name in ("params", "training")}
+        with contextlib.closing(ocp.CompositeCheckpointHandler(**items, data=ocp.JsonCheckpointHandler())) as handler:
+            return handler.restore(folder, args=args)
 
     def _not_written(self, error: Exception) -> UserError:
         others = [step for step in saved_steps(self._folder.parent) if step != self._saving]
