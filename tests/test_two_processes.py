@@ -34,7 +34,14 @@ def folder(tmp_path_factory):
 
 
 def start(
-    folder: Path, workdir: str, index: int, count: int, port: int, die_at: int, overrides: tuple[str, ...]
+    folder: Path,
+    workdir: str,
+    index: int,
+    count: int,
+    port: int,
+    die_at: int,
+    overrides: Sequence[str],
+    cwd: Path | None,
 ) -> subprocess.Popen:
     devices = f"--xla_force_host_platform_device_count={2 // count}"  # of a flag given twice the last counts
     environment = os.environ | {
@@ -52,16 +59,23 @@ def start(
     fixed = [f"train.steps={STEPS}", "data.num_groups=2", "mesh.data=2", "train.tensorboard=false"]
     fixed += ["train.eval_every=6", "train.eval_batches=1", "train.eval_samples=0"]
     command = [sys.executable, str(RUNNER), *flags, *fixed, *overrides]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, cwd=cwd)
 
 
 def run(
-    folder: Path, workdirs: Sequence[str], *overrides: str, die_at: tuple[int, ...] = (0, 0)
+    folder: Path,
+    workdirs: Sequence[str],
+    *overrides: str,
+    die_at: tuple[int, ...] = (0, 0),
+    own: Sequence[Sequence[str]] = ((), ()),  # overrides of each process alone
+    cwds: Sequence[Path | None] = (None, None),
 ) -> list[tuple[int, str]]:
     """Exit status and stderr of each process, as many as there are workdirs."""
     port, count = free_pair_of_ports(), len(workdirs)
     processes = [
-        start(folder, workdir, index, count, port, die_at[index], overrides) for index, workdir in enumerate(workdirs)
+        start(folder, workdir, index, count, port, die_at[index], [*overrides, *own[index]], cwds[index])
+        for index, workdir in enumerate(workdirs)
     ]
     try:
         errors = [process.communicate(timeout=250)[1] for process in processes]
@@ -131,6 +145,26 @@ def test_two_processes_that_do_not_share_a_workdir_are_told(folder):
     (here, _), (elsewhere, said) = run(folder, ["here", "elsewhere"])
     assert (here, elsewhere) == (BAD_INPUT, BAD_INPUT)
     assert "elsewhere: what process 0 has written is not here; choose a --workdir that all processes share" in said
+
+
+def test_processes_with_other_settings_are_told_in_all_of_them(folder):
+    """Another seed would train a wrong model, another number of steps would wait for ever."""
+    told = "process 1 was started with other settings than process 0 (of 0 -> of 1: train.seed: 0 -> 7; train.steps: 6 -> 20)"
+    for status, said in run(folder, ["unlike"] * 2, own=((), ("train.seed=7", "train.steps=20"))):
+        assert status == BAD_INPUT
+        assert f"error: {told}; start all of them with the same command" in said
+    assert not (folder / "unlike").exists()
+
+
+def test_processes_whose_data_differ_are_told_in_all_of_them(folder):
+    """As where each has a copy on a disk of its own, and one of them is old."""
+    disks = folder / "disk0", folder / "disk1"
+    for disk, count in zip(disks, (120, 90), strict=True):
+        disk.mkdir()
+        (disk / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {line}"}) + "\n" for line in range(count)))
+    for status, said in run(folder, ["data"] * 2, "data.source=text", "data.path=lines.jsonl", cwds=disks):
+        assert status == BAD_INPUT
+        assert "error: lines.jsonl has 90 records for process 1 and 120 for process 0; give all" in said
 
 
 FAILS = """

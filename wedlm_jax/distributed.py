@@ -140,6 +140,14 @@ def of_main(number: int) -> int:
     return int(all_gather(np.asarray(number))[0])
 
 
+def all_texts(text: str) -> list[str]:
+    """The `text` of every process, in process order; all processes must call it."""
+    own = np.frombuffer(text.encode(), np.uint8)
+    sizes = all_gather(np.asarray(own.size))
+    rows = all_gather(np.pad(own, (0, sizes.max() - own.size)))
+    return [row[:size].tobytes().decode() for row, size in zip(rows, sizes, strict=True)]
+
+
 def _several() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 

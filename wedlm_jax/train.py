@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import tyro
 
+from wedlm_jax.agreement import require_same_data, require_same_settings
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
@@ -121,6 +122,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
     """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
+    require_same_settings(experiment)
     resumed = is_begun(workdir)
     if resumed:
         refuse_another_experiment(experiment, workdir)
@@ -153,6 +155,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         data, tokenizer, objective.block_size, config.batch_size, config.seed,
         process_index=shares[jax.process_index()], process_count=len(set(shares.values())),
     )  # fmt: skip
+    require_same_data(stream)
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:

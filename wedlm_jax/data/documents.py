@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from wedlm_jax.data.examples import (
     from_tokens,
     label_completion,
 )
-from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text
+from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Source, Text
 from wedlm_jax.data.sources import open_source
 from wedlm_jax.data.split import Split, content_of, split_by_hash
 from wedlm_jax.data.tokenizer import encode_text, vocabulary_rows
@@ -70,6 +71,15 @@ class Documents:
                     "changes the order of all; put it back as it was, or start again in another --workdir with "
                     "init_from=WORKDIR, the one of this run"
                 )
+
+    def fingerprints(self) -> list[tuple[str, int, str]]:
+        """Of each source its name, the number of its records and a hash of its first, middle and last one."""
+
+        def digest(source: Source) -> str:
+            places = sorted({0, len(source) // 2, len(source) - 1}) if len(source) else []
+            return hashlib.sha256(b"".join(content_of(source.fetch(place)) for place in places)).hexdigest()
+
+        return [(name, len(source), digest(source)) for name, source in zip(self.names, self._sources, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("_mix", "_orders")}

@@ -93,6 +93,10 @@ class PackedBatches(Iterator[PackedBatch]):
         """The number of records of each source, the same in all processes."""
         return self._documents.records
 
+    def fingerprints(self) -> list[tuple[str, int, str]]:
+        """By which two processes tell whether their sources are the same (`Documents.fingerprints`)."""
+        return self._documents.fingerprints()
+
     def get_state(self) -> State:
         """JSON-able, a list with an int for every group of this process: joined over the processes, `set_state` takes it.
 
