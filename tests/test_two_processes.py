@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -208,6 +209,24 @@ def test_bad_input_is_the_status_of_both_though_one_comes_to_it_later():
     assert (first, second) == (BAD_INPUT, BAD_INPUT), said_first + said_second
     assert "error: a file is missing" in said_first
     assert "another of the 2 processes ended with bad input" in said_second
+
+
+TOLD_TO_END = """
+import os, signal, time
+from wedlm_jax.distributed import together
+
+with together():
+    if os.environ["WEDLM_PROCESS_ID"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
+"""
+
+
+def test_one_that_is_told_to_end_before_it_trains_ends_and_with_it_the_other():
+    """Jax's own service for preemptions would swallow the signal."""
+    (survivor, said), (told, _) = pair(TOLD_TO_END)
+    assert (survivor, told) == (TRY_AGAIN, -signal.SIGTERM)
+    assert "process 1 of 2 is gone" in said and "preemption" not in said
 
 
 DAMAGED = """

@@ -62,6 +62,8 @@ def together() -> Iterator[None]:
     except NotMet as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(TRY_AGAIN)
+    # Its preemption service would swallow every SIGTERM that comes before the loop takes them, as in restoring or compiling.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(*place, cluster_detection_method="deactivate")
     try:
         yield
