@@ -1,5 +1,6 @@
 """Several processes as one run: how each finds its place, and what is said where one is missing, wrong or gone."""
 
+import contextlib
 import socket
 import threading
 
@@ -140,6 +141,42 @@ def test_a_process_of_another_run_is_named(count, index, message):
     thread.join()
     assert "ended before all" in str(caller[0])
     assert not isinstance(caller[0], lifeline.NotMet)  # process 0 has said that it is no use to come again
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_a_process_that_is_started_again_before_all_are_here_takes_its_own_place(gone):
+    """And where the first one lives, two processes have one index."""
+    port, results = free_port(), []
+    hello = lifeline._HELLO.pack(lifeline._MAGIC, 3, 1)
+
+    def listen():
+        try:
+            results.append(lifeline._listen(port, 3, lifeline.time.monotonic() + 10, 10))
+        except UserError as error:
+            results.append(error)
+
+    def say(hello: bytes) -> socket.socket:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                connection = socket.create_connection(("localhost", port), timeout=10)
+                connection.sendall(hello)
+                return connection
+            lifeline.time.sleep(0.05)
+        raise AssertionError("nobody listens")
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    first = say(hello)
+    if gone:
+        first.close()
+    again = say(hello)
+    other = say(lifeline._HELLO.pack(lifeline._MAGIC, 3, 2)) if gone else None
+    thread.join()
+    words = [lifeline._receive(connection) for connection in (again, other) if connection is not None]
+    if gone:
+        assert list(results[0]) == [1, 2] and words == [lifeline._ALL_HERE] * 2
+    else:
+        assert "two processes have the index 1" in str(results[0]) and words == [lifeline._REFUSED]
 
 
 def test_a_stranger_at_the_port_is_ignored():

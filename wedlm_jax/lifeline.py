@@ -156,6 +156,8 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
                 connection.close()  # a stranger
                 continue
             _, their_count, index = _HELLO.unpack(hello)
+            if index in connections and _is_gone(connections[index]):  # this is the same process, started again
+                connections.pop(index).close()
             if their_count != count or index in connections or not 0 < index < count:
                 _tell([*connections.values(), connection], _REFUSED)
             if their_count != count:
@@ -216,6 +218,17 @@ def _receive_bytes(connection: socket.socket, size: int) -> bytes | None:
         return data
     except OSError:
         return None
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Whether the other side, which has nothing to say before all are here, is closed."""
+    connection.settimeout(0)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _keep_alive(connection: socket.socket) -> None:
