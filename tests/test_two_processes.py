@@ -121,7 +121,7 @@ def assert_learned_the_same(workdir: Path, one: Path) -> None:
         np.testing.assert_allclose(params[name], value, atol=1e-4, err_msg=name)
 
 
-only_full = pytest.mark.skipif(not FULL, reason="a second kill of two processes: launch/test.sh --full")
+only_full = pytest.mark.skipif(not FULL, reason="two processes, the other way round: launch/test.sh --full")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +227,43 @@ def test_one_that_is_told_to_end_before_it_trains_ends_and_with_it_the_other():
     (survivor, said), (told, _) = pair(TOLD_TO_END)
     assert (survivor, told) == (TRY_AGAIN, -signal.SIGTERM)
     assert "process 1 of 2 is gone" in said and "preemption" not in said
+
+
+DISK_IS_FULL = """
+import os, resource, signal, sys
+from pathlib import Path
+from tests.tiny_training import MODEL, SETTINGS
+from wedlm_jax.checkpoint import Checkpoints
+from wedlm_jax.distributed import together
+from wedlm_jax.errors import entry
+from wedlm_jax.sharding import MeshConfig, make_mesh
+from wedlm_jax.train_state import from_seed
+
+@entry
+def main():
+    workdir, full = sys.argv[1:]
+    with together(), Checkpoints(Path(workdir), keep=2) as checkpoints:
+        state = from_seed(MODEL, SETTINGS.optimizer, make_mesh(MeshConfig(data=1, fsdp=2)), 0)
+        checkpoints.save(state, 1, {"next_example": [1]}, {"skipped_in_row": 0})
+        checkpoints.wait()
+        if os.environ["WEDLM_PROCESS_ID"] == full:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+        checkpoints.save(state, 2, {"next_example": [2]}, {"skipped_in_row": 0})
+
+main()
+"""
+
+
+@pytest.mark.parametrize("full", [1, pytest.param(0, marks=only_full)])
+def test_where_one_cannot_write_its_part_of_a_checkpoint_both_end(tmp_path, full):
+    """Left to itself orbax lets each wait for the other, for 20 minutes."""
+    ends = pair(DISK_IS_FULL, str(tmp_path), str(full))
+    (status, said), (other, told) = ends[full], ends[1 - full]
+    assert (status, other) == (BAD_INPUT, BAD_INPUT), said + told
+    assert "checkpoints/2: the checkpoint could not be written (" in said and "step 1 is kept; make room" in said
+    assert "another of the 2 processes ended with bad input" in told
+    assert saved_steps(tmp_path) == [1]
 
 
 DAMAGED = """

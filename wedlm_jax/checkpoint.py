@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,7 @@ SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it 
 BEST_METRIC = "best_metric"  # beside it: the metric by which one checkpoint is kept as the best, or null
 _FOLDER = "checkpoints"
 _ITEMS = ("params", "training", "data")
+_SECONDS_BETWEEN_LOOKS = 0.02  # while a checkpoint is being written
 
 Step = int | Literal["best"] | None  # of a checkpoint; None: the newest
 
@@ -65,7 +67,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,  # what a killed run left half written
         )
         try:
-            self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
+            self._manager = _Manager(self._folder, options=options, item_names=_ITEMS)
         except OSError as error:
             raise UserError(f"{self._folder}: {reason(error).lower()}; nothing can be saved") from error
 
@@ -95,6 +97,7 @@ class Checkpoints:
             # Forced: without it nothing is saved before the step of an unreadable checkpoint.
             self._manager.save(step, args=args, metrics={**metrics, BEST_METRIC: self._best_metric}, force=True)
         except Exception as error:
+            self._manager.failure = error
             raise self._not_written(error) from error
 
     def wait(self) -> None:
@@ -103,6 +106,10 @@ class Checkpoints:
         Raises:
           UserError: it could not be written.
         """
+        while self._manager.failure is None and self._manager.is_saving_in_progress():
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        if self._manager.failure is not None:
+            raise self._not_written(self._manager.failure) from self._manager.failure
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # of the file system, through orbax and tensorstore
@@ -187,8 +194,24 @@ class Checkpoints:
                 self.wait()
                 sys.unraisablehook = self._unraisablehook  # where something failed, it has more to tell
         finally:
-            with contextlib.suppress(Exception):  # told above, or the run ends by another error
-                self._manager.close()
+            if (
+                self._manager.failure is None or jax.process_count() == 1
+            ):  # else the others are waited for, who wait for this one
+                with contextlib.suppress(Exception):  # told above, or the run ends by another error
+                    self._manager.close()
+
+
+class _Manager(ocp.CheckpointManager):
+    """Notes why a save failed as soon as it has: behind one orbax waits for the other processes, and these wait for this one."""
+
+    failure: Exception | None = None
+
+    def _wait_for_checkpointers(self) -> None:
+        try:
+            super()._wait_for_checkpointers()
+        except Exception as error:  # of the file system, through orbax and tensorstore
+            self.failure = error
+            raise
 
 
 @dataclasses.dataclass(frozen=True)
