@@ -114,6 +114,41 @@ def test_where_the_others_do_not_come_the_run_may_be_tried_again(monkeypatch, ca
     )
 
 
+@pytest.fixture
+def joined(monkeypatch):
+    """Makes this one of two processes; in the list is where it looks for process 0, and that it tells it of its failure."""
+
+    class Line:
+        def fail(self):
+            asked.append("fail")
+
+        def end(self, status):
+            raise SystemExit(status)
+
+    asked: list[str] = []
+    for name, value in (SECOND | {"WEDLM_COORDINATOR": "[::1]:1234"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "meet", lambda host, *_: asked.append(host) or Line())
+    monkeypatch.setattr(distributed.jax.distributed, "initialize", lambda *_, **__: None)
+    return asked
+
+
+def test_ctrl_c_is_one_word_and_the_status_that_shells_have_for_it(joined, capsys):
+    with pytest.raises(SystemExit) as ended, distributed.together():
+        raise KeyboardInterrupt
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+    assert joined == ["::1", "fail"]  # the host as the system's look-up takes it
+
+
+def test_where_the_lifeline_knows_why_a_collective_broke_it_speaks_before_the_traceback(joined, monkeypatch, capsys):
+    told = []
+    monkeypatch.setattr(distributed.time, "sleep", lambda seconds: told.append(capsys.readouterr().err))
+    with pytest.raises(SystemExit) as ended, distributed.together():
+        raise RuntimeError("Connection reset by peer")
+    assert told == [""] and "Connection reset" in capsys.readouterr().err
+    assert ended.value.code == 1 and joined[1:] == ["fail"]
+
+
 def test_a_port_in_use_is_named():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

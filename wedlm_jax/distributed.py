@@ -45,8 +45,9 @@ class Place(NamedTuple):
 def together() -> Iterator[None]:
     """Joins the other processes of the run, if there are any; enter it before anything touches a device.
 
-    If this process fails inside, it says why and ends at once, and with it all the others: none waits for it. Of bad input all
-    end with the same status, and where the others do not come in time, it is that of a run that may be started again.
+    If this process fails inside, or hears Ctrl-C, it says why and ends at once, and with it all the others: none waits for it.
+    Of bad input all end with the same status, and where the others do not come in time, it is that of a run that may be started
+    again.
 
     Raises:
       UserError: the environment is not complete, or the others are not of this run.
@@ -58,7 +59,9 @@ def together() -> Iterator[None]:
         return
     host, _, port = place.coordinator.rpartition(":")
     try:
-        lifeline = meet(host, int(port) - 1, place.process_id, place.num_processes, _start_timeout(os.environ))
+        lifeline = meet(
+            host.strip("[]"), int(port) - 1, place.process_id, place.num_processes, _start_timeout(os.environ)
+        )
     except NotMet as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(TRY_AGAIN)
@@ -72,10 +75,13 @@ def together() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr, flush=True)
             lifeline.refuse()
             lifeline.end(BAD_INPUT)
+        if isinstance(error, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr, flush=True)
+            lifeline.fail()
+            lifeline.end(130)
+        # If it is a lost connection that broke a collective, the lifeline knows a little later, says so and ends this process.
+        time.sleep(1)
         traceback.print_exc()
-        time.sleep(
-            1
-        )  # if it is a lost connection that broke a collective, the lifeline knows a little later, and ends this
         lifeline.fail()
         lifeline.end(1)
     lifeline.finish()
