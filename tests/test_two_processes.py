@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,9 @@ from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN
 
 RUNNER = Path(__file__).parent / "one_of_several.py"
 STEPS, KILLED_AT = 6, 5  # saved every 2 steps; the save of step 4 waits until that of step 2 is done
+
+
+only_full = pytest.mark.skipif(not FULL, reason="two processes more: launch/test.sh --full")
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +125,6 @@ def assert_learned_the_same(workdir: Path, one: Path) -> None:
         np.testing.assert_allclose(params[name], value, atol=1e-4, err_msg=name)
 
 
-only_full = pytest.mark.skipif(not FULL, reason="two processes, the other way round: launch/test.sh --full")
-
-
 @pytest.mark.parametrize(
     "sizes", [("mesh.data=2", "mesh.tensor=1"), pytest.param(("mesh.data=1", "mesh.tensor=2"), marks=only_full)]
 )
@@ -141,8 +142,13 @@ def test_one_of_two_is_killed_and_both_resume_to_what_one_process_gives(folder, 
     assert_learned_the_same(workdir, one)
 
 
-def test_two_processes_that_do_not_share_a_workdir_are_told(folder):
-    """As with disks of their own, the usual slip on a pod slice: else each would keep half of every checkpoint."""
+@pytest.mark.parametrize("begun", [False, pytest.param(True, marks=only_full)])
+def test_two_processes_that_do_not_share_a_workdir_are_told(folder, one, begun):
+    """As with disks of their own, the usual slip on a pod slice: else each would keep half of every checkpoint. Also where both
+    have a copy of the same run."""
+    for place in ("here", "elsewhere") if begun else ():
+        shutil.rmtree(folder / place, ignore_errors=True)
+        shutil.copytree(one, folder / place)
     (here, _), (elsewhere, said) = run(folder, ["here", "elsewhere"])
     assert (here, elsewhere) == (BAD_INPUT, BAD_INPUT)
     assert "elsewhere: what process 0 has written is not here; choose a --workdir that all processes share" in said

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.bad_input import forbidden
 from wedlm_jax import workdir as module
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
@@ -54,10 +55,45 @@ def test_the_newest_step_of_init_from_is_what_process_0_takes_it_for(folder, pro
     assert pinned(Experiment(name="next", init_from=str(folder))).init_from == f"{folder}@2"
 
 
-def test_a_workdir_that_process_0_has_prepared_must_be_there(folder, tmp_path, process_0_says):
-    process_0_says(1)
+@pytest.fixture
+def process_1_of_2(monkeypatch, process_0_says):
+    """Process 0 has written 77 into the workdir."""
+    monkeypatch.setattr(module.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(module, "is_main", lambda: False)
+    process_0_says(77)
+
+
+@pytest.mark.parametrize("here", [None, "76"])
+def test_a_workdir_that_is_another_folder_to_this_process_is_refused(folder, process_1_of_2, monkeypatch, here):
+    """Nothing is there, or a copy of the same run."""
+    monkeypatch.setattr(module, "_STALE_SECONDS", 0.0)
+    if here is not None:
+        (folder / ".start").write_text(here)
+    with pytest.raises(UserError, match="run: what process 0 has written is not here; choose a --workdir that all"):
+        await_prepared(folder)
+
+
+def test_what_process_0_has_written_may_be_seen_a_little_later(folder, process_1_of_2, monkeypatch):
+    """As on NFS, which keeps for a while that a file was not there."""
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: (folder / ".start").write_text("77"))
     await_prepared(folder)
-    with pytest.raises(UserError, match="nothing yet: what process 0 has written is not here; choose a --workdir"):
-        await_prepared(tmp_path / "nothing yet")
-    process_0_says(0)  # it is lost for process 0 too, which is another message
-    await_prepared(tmp_path / "nothing yet")
+
+
+def test_a_workdir_that_this_process_cannot_write_is_told_before_it_trains(folder, process_1_of_2):
+    (folder / ".start").write_text("77")
+    with (
+        forbidden(str(folder / ".start"), 0o400),
+        pytest.raises(
+            UserError, match=r"\.start: cannot be written \(permission denied\); let every process write there"
+        ),
+    ):
+        await_prepared(folder)
+
+
+def test_process_0_writes_another_number_at_every_start(folder, monkeypatch):
+    monkeypatch.setattr(module.jax, "process_count", lambda: 2)
+    numbers = []
+    for _ in range(2):
+        await_prepared(folder)
+        numbers.append((folder / ".start").read_text())
+    assert numbers[0] != numbers[1]

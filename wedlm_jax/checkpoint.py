@@ -6,6 +6,7 @@ A workdir holds
   tokenizer/        tokenizer.json, tokenizer_config.json
   checkpoints/STEP/ params, training (the rest of TrainState), data, metrics
   .training         by which a second training finds that one is at work here
+  .start            by which several processes find that it is one folder to all of them
 """
 
 from __future__ import annotations

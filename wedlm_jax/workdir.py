@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import secrets
 import shutil
+import time
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +18,7 @@ from wedlm_jax.config_tree import differences
 from wedlm_jax.data.documents import with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
-from wedlm_jax.distributed import of_main
+from wedlm_jax.distributed import is_main, of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.adapter import is_adapter
@@ -30,11 +33,13 @@ from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
-from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
+from wedlm_jax.model_file import Base, ModelFile
 from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
+_START = ".start"  # a number of process 0, another at every start: who reads it has the same folder
+_STALE_SECONDS = 60.0  # for which NFS may tell that a file is not there that another machine has written
 _MEND = "make room or choose another --workdir"
 _NOT_SHARED = "choose a --workdir that all processes share (NFS, or a bucket mounted with gcsfuse)"
 
@@ -75,10 +80,32 @@ def await_prepared(workdir: Path) -> None:
     """Waits until process 0 has prepared `workdir`; all processes must call it.
 
     Raises:
-      UserError: what process 0 has there is not there for this process.
+      UserError: to this process it is another folder, such as a copy on a disk of its own, or one that it cannot write.
     """
-    if of_main(int((workdir / MODEL_FILE).exists())) and not (workdir / MODEL_FILE).exists():
-        raise UserError(f"{workdir}: what process 0 has written is not here; {_NOT_SHARED}")
+    if jax.process_count() == 1:
+        return
+    file, number = workdir / _START, secrets.randbits(31)
+    if is_main():
+        with writing(file, _MEND):
+            file.write_text(str(number))
+    number = of_main(number)
+    if is_main():
+        return
+    end = time.monotonic() + _STALE_SECONDS
+    while not _holds(file, number):
+        if time.monotonic() > end:
+            raise UserError(f"{workdir}: what process 0 has written is not here; {_NOT_SHARED}")
+        time.sleep(0.2)
+
+
+def _holds(file: Path, number: int) -> bool:
+    """Whether it holds the number; opened as for writing, since every process writes its part of a checkpoint."""
+    with writing(file, "let every process write there, or choose another --workdir"):
+        try:
+            with file.open("r+") as opened:
+                return opened.read() == str(number)
+        except FileNotFoundError:
+            return False
 
 
 def _checkpoint(step: int) -> str:
