@@ -1,6 +1,8 @@
 """Checkpoints: what was saved comes back, whole, though training goes on meanwhile; damage and strangers are named."""
 
+import asyncio
 import dataclasses
+import gc
 import os
 import shutil
 import sys
@@ -145,6 +147,31 @@ def test_the_step_of_a_damaged_checkpoint_is_saved_again(saved, tmp_path, capsys
     capsys.readouterr()
     state, _ = restore(workdir)
     assert int(state.step) == 3 and capsys.readouterr().err == ""  # what was saved as step 5 is the state of step 3
+
+
+def test_reads_that_failed_behind_the_first_one_print_nothing(saved, monkeypatch, caplog):
+    """Asyncio logs a traceback for each, when the garbage collector comes to it."""
+    read = Checkpoints._read
+
+    async def fail():
+        raise OSError("cut off")
+
+    async def leave_one_behind():
+        left = [asyncio.create_task(fail())]
+        left.append(left)
+        await asyncio.sleep(0)
+
+    def read_or_fail(self, step, abstract):
+        if step == 3:
+            asyncio.run(leave_one_behind())
+            raise OSError("cut off")
+        return read(self, step, abstract)
+
+    monkeypatch.setattr(Checkpoints, "_read", read_or_fail)
+    state, _ = restore(saved)
+    gc.collect()
+    assert int(state.step) == 2
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 @damaged

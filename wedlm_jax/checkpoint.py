@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import math
@@ -132,15 +133,17 @@ class Checkpoints:
         failures: list[UserError] = []
         told: list[UserError] = []  # of them, by this process: only the one that could not read its part knows why
         for step in steps:
+            failure = _damaged(self._folder / str(step), "in another process, see its output")
             try:
                 restored = self._read(step, abstract)
             except Exception as error:  # orbax and tensorstore raise many types for files that are not there or cut off
-                restored, failure = None, error
+                restored, failure = None, _damaged(self._folder / str(step), error)
+            if restored is None:
+                _forget_other_reads()
             if any_process(restored is None):  # then nobody goes on from here
-                why = failure if restored is None else "in another process, see its output"
-                failures.append(_damaged(self._folder / str(step), why))
+                failures.append(failure)
                 if restored is None or is_main():
-                    told.append(failures[-1])
+                    told.append(failure)
                 continue
             assert restored is not None
             self._unreadable.update(newer for newer in steps if newer > step)
@@ -325,6 +328,14 @@ def saved_steps(workdir: str | Path) -> list[int]:
 
 def _as_dict(state: TrainState) -> dict[str, Any]:
     return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+
+
+def _forget_other_reads() -> None:
+    """Of each array whose read failed behind the first one asyncio would print a traceback, whenever it finds it unused."""
+    asyncio, hook = logging.getLogger("asyncio"), sys.unraisablehook
+    asyncio.disabled, sys.unraisablehook = True, lambda unraisable: None
+    gc.collect()
+    asyncio.disabled, sys.unraisablehook = False, hook
 
 
 def _damaged(path: Path, error: Exception | str) -> UserError:
