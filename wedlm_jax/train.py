@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import tyro
 
-from wedlm_jax.agreement import require_same_data, require_same_settings
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
@@ -28,6 +27,7 @@ from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
 from wedlm_jax.pretrained import base_params
+from wedlm_jax.same_run import require_same_data, require_same_settings
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
 from wedlm_jax.sole_writer import sole_writer

@@ -6,11 +6,11 @@ import jax
 import pytest
 
 from tests.data.tiny import config_of, sentence, tokenizer, write_lines
-from wedlm_jax import agreement
-from wedlm_jax.agreement import require_same_data
+from wedlm_jax import same_run
 from wedlm_jax.data.config import WeightedSource
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.errors import UserError
+from wedlm_jax.same_run import require_same_data
 
 LINES = [{"text": sentence(number)} for number in range(9)]
 
@@ -35,7 +35,7 @@ def stream(tmp_path):
 def test_a_source_that_another_process_has_otherwise_is_named(stream, tmp_path, monkeypatch, lines, told):
     of_process_0 = json.dumps(stream().fingerprints())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(agreement, "all_texts", lambda own: [of_process_0, own])
+    monkeypatch.setattr(same_run, "all_texts", lambda own: [of_process_0, own])
     write_lines(tmp_path / "two.jsonl", lines)
     if told is None:
         return require_same_data(stream())
