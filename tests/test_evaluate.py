@@ -241,7 +241,7 @@ def test_a_bad_held_out_record_is_left_out_once_training_was_told_so(file, refus
     data.write_text((file.parent / "chat.jsonl").read_text() + "".join(bad))
     message = refused("--exp", f"{file}:chats", "--workdir", workdir)
     assert re.search(
-        r"chat.jsonl:\d+: .*data.on_bad_record=skip .*; give that to its python -m wedlm_jax.train", message
+        r"chat.jsonl:\d+: .*data.on_bad_record=skip .*: give that setting to its python -m wedlm_jax.train", message
     )
     train(load_experiment(f"{file}:chats", [f"data.path={data}", "data.on_bad_record=skip"]), workdir)
     plan = command.plan_experiment(command.Evaluate(workdir=workdir), f"{file}:chats")

@@ -174,7 +174,7 @@ def _check_folder(args: Calibrate) -> None:
 
 
 def _folder(named: str) -> Path:
-    """Where decoding.json goes: one for a workdir, whose steps are told apart by the fingerprint in it."""
+    """Where decoding.json or windows.json goes: one for a workdir, whose steps are told apart by the fingerprint in it."""
     return Path(pretrained.split_step(named)[0])
 
 

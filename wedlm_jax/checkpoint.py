@@ -32,7 +32,7 @@ from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError, reason
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes
+from wedlm_jax.model.parameters import param_axes, param_shapes
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import param_shardings
 from wedlm_jax.train_state import TrainState
@@ -268,7 +268,7 @@ def load_params(
     workdir = Path(workdir)
     config = ModelFile.read(workdir).config
     step = chosen_step(workdir, step)
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    shapes = param_shapes(config)
     if config.adapter is not None:
         shapes = split_adapter(shapes)[1]
     shardings: Mapping[str, jax.sharding.Sharding]

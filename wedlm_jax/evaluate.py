@@ -325,7 +325,8 @@ def main() -> None:
             raise UserError("give one of --exp NAME and --model DIR")
         evaluate(plan, Console())
     except BadRecord as error:  # data are read as training reads them, which may never have met this one
-        raise UserError(f"{error}; give that to its python -m wedlm_jax.train, also where it is finished") from None
+        mend = "give that setting to its python -m wedlm_jax.train, even where it has finished"
+        raise UserError(f"{error}; data are read as training was told to: {mend}") from None
 
 
 if __name__ == "__main__":

@@ -58,9 +58,9 @@ def mask_gradients(
             if targets == "data":
                 losses = cross_entropy_of_targets(hidden, transformer.head, masks.take(parts["targets"][1]), **read)
             else:
-                taught, teacher = teacher_of(of_base, prediction, masks)
+                has_teacher, teacher = teacher_of(of_base, prediction, masks)
                 losses = divergence_from_teacher(hidden, transformer.head, teacher, temperature=temperature, **read)
-                losses = jnp.where(taught, losses, 0.0)
+                losses = jnp.where(has_teacher, losses, 0.0)
             losses = jnp.where(masks.used, losses, 0.0)
             return jnp.sum(masks.take(weights.mlm) * losses), losses
 

@@ -24,7 +24,7 @@ class ObjectiveConfig:
     reorder: bool = True
     normalization: Normalization = "weights"  # of the MLM loss: by the sum of the 1 / gamma, or by the learned tokens
     ar_loss_weight: float = 1.0  # w in (mlm + w * ar) / (1 + w)
-    ar_steps: int = 0  # the first of the steps that train the AR loss alone; all of them for a base model
+    ar_steps: int = 0  # how many steps at the start train the AR loss alone; all of them for a base model
     mask_token_id: int | None = None  # None: the tokenizer's mask token, else the first free row of the vocabulary
     fully_masked: float = 0.0  # the share of blocks of which every token is masked, as of a fresh window
     suffix_masked: float = 0.0  # the share of blocks masked from some token on, as of a window that begins with drafts

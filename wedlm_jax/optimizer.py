@@ -71,7 +71,7 @@ def clip_by_global_norm(gradients: Any, max_norm: float) -> tuple[Any, jax.Array
 
 
 def decayed(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, bool]:
-    """Which parameters are decayed, by path: kernels and the embedding; "official" decays the norms' scales as well."""
+    """Which parameters are decayed, by path: all but biases and the norms' scales; "official" decays the scales as well."""
     undecayed = (".bias",) if config.decay_mask == "official" else (".bias", ".scale")
     return {name: not name.endswith(undecayed) for name in params}
 

@@ -43,7 +43,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def make_folder(folder: Path) -> None:
-    """Where it is not there yet, with those above it.
+    """Makes a folder, and those above it, where they are not there yet.
 
     Raises:
       UserError: it cannot be written.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import is_adapter_parameter, split_adapter
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes
+from wedlm_jax.model.parameters import init_params, param_axes, param_shapes
 from wedlm_jax.optimizer import OptimizerConfig, make_adamw
 from wedlm_jax.sharding import param_shardings, replicated
 
@@ -102,7 +102,7 @@ def from_params(
 def _new_adapter(model: ModelConfig, mesh: Mesh, seed: int) -> dict[str, jax.Array]:
     """The adapter's parameters alone, on the devices that hold them; the base of the seed is not made."""
     axes = param_axes(model)
-    shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(model, 0)).items()}
+    shapes = {name: x.shape for name, x in param_shapes(model).items()}
     shardings = param_shardings(mesh, axes, shapes)
     own = {name: sharding for name, sharding in shardings.items() if is_adapter_parameter(name)}
     return jax.jit(lambda: split_adapter(init_params(model, seed))[1], out_shardings=own)()

@@ -19,7 +19,7 @@ class Example:
 
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # bool [T]: True on the tokens to be learned, False on the prompt
-    document_id: int  # index in the stream of examples; it keys the corruption
+    document_id: int  # of its document, or its piece of one, in the stream; it keys the corruption
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.loss_mask.shape or self.tokens.ndim != 1:
@@ -42,7 +42,7 @@ def label_completion(
         prompt_length: how many of `tokens` are prompt.
         num_end_tokens: end-of-turn targets, 8 in the official fine-tuning; 0 and 1 both append nothing.
         end_token_id: the token that ends a turn.
-        document_id: index of the example in the stream.
+        document_id: as of an `Example`.
     """
     extra = max(num_end_tokens - 1, 0)
     loss_mask = np.ones(len(tokens) + extra, bool)

@@ -27,7 +27,7 @@ class PackedBatch:
     loss_mask: Array  # bool [B, L]
     positions: Array  # int32 [B, L]: 0, 1, ... in each document; 0 on padding
     segment_ids: Array  # int32 [B, L]: 1, 2, ... in each row; 0 on padding
-    document_ids: Array  # int32 [B, L]: index of the example in the stream; 0 on padding
+    document_ids: Array  # int32 [B, L]: `Example.document_id`; 0 on padding
 
 
 def first_fit(lengths: Iterable[int], *, num_rows: int, row_length: int, block_size: int) -> Iterator[tuple[int, int]]:
@@ -53,8 +53,8 @@ def pack(
 ) -> tuple[PackedBatch, int]:
     """Packs the leading examples into one batch, until one fits none of its rows.
 
-    The batch is closed there and that example opens the next one, so a stream's state is one number: the index of the
-    first example of the next batch.
+    The batch is closed there and that example opens the next one, so where a stream goes on is the place of that example
+    (`pipeline.Place`).
 
     Returns:
         the batch [B, L] and how many examples it holds.

@@ -1,4 +1,5 @@
-"""Block-wise decoding, the usual scheme of masked diffusion models, over the same reordered causal window."""
+"""Block-wise decoding, the usual scheme of masked diffusion models, over the same reordered causal window: blocks one after
+another, of which every forward fills what is sure enough (the threshold of Fast-dLLM, arXiv 2505.22618)."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Calibration:
 
 def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
     """Lines for the user: that calibrated tau and lambda are used (of the first of these settings, as given, that takes them),
-    and which other settings they were not measured with. None where no setting takes them."""
+    and which other settings they were not measured with. No lines where no setting takes them."""
     found: Calibration | None = model.calibration
     used = [] if found is None else [applied for config in configs if (applied := found.apply(config)) != config]
     if found is None or not used:

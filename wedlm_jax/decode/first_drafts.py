@@ -29,7 +29,7 @@ def riding_masks(drafter: Drafter | None, slots: int) -> int:
 
 
 def masks_in_prefill(config: DecodeConfig, rows: int, window_table: WindowTable) -> int:
-    """How many of these masks are of a row's own window, in a batch of so many rows. They are drafted from and counted as
+    """How many of the `riding_masks` lie in a row's own window, in a batch of so many rows. They are drafted from and counted as
     processed; the rest is padding."""
     if config.drafter != "verified":
         return 0

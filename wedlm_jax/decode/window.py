@@ -20,7 +20,7 @@ from wedlm_jax.model.window_table import WindowTable
 from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
-ROUNDING = 0.1
+ROUNDING = 0.1  # by which a forward over a width that is rounded up may cost more
 
 Score = Callable[[jax.Array], jax.Array]  # logits [..., V] -> [...]
 

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-MIN_MASK_RATIO = 1e-8
+MIN_MASK_RATIO = 1e-8  # as the official code clamps gamma
 
 
 def corrupt(
@@ -21,8 +21,8 @@ def corrupt(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws gamma ~ U[0, 1) for every block and masks round(gamma * candidates) of its candidates, uniformly chosen.
 
-    A share of the blocks is masked as decoding finds them instead: all of it, as a fresh window is (gamma 1), or its last
-    round(gamma * candidates) candidates, as a window is that begins with drafts.
+    Not in the paper: a share of the blocks is masked as decoding finds them instead, all of it, as a fresh window is (gamma 1),
+    or its last round(gamma * candidates) candidates, as a window is that begins with drafts.
 
     The draw depends on (key, document, block of the document) alone: packing, accumulation and sharding do not change it.
 

@@ -102,7 +102,7 @@ def _encoder(model: Model) -> Callable[[Problem], list[int]]:
 
 
 def _others(problems: Sequence[Problem], row: int) -> Iterator[Problem]:
-    """All the problems, from the one after this row's on."""
+    """All other problems, from the one after this row's on, and around."""
     for offset in range(1, len(problems)):
         yield problems[(row + offset) % len(problems)]
 

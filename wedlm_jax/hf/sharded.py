@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from wedlm_jax.hf.shards import StoredTensors
 from wedlm_jax.hf.weight_map import Row, rows
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes
+from wedlm_jax.model.parameters import param_axes, param_shapes
 from wedlm_jax.sharding import param_shardings
 
 Part = tuple[slice, ...]
@@ -28,7 +28,7 @@ def read_sharded(tensors: StoredTensors, config: ModelConfig, mesh: Mesh) -> dic
     Raises:
       UserError: a file is truncated, or the mesh does not divide a parameter.
     """
-    shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(config, 0)).items()}
+    shapes = {name: x.shape for name, x in param_shapes(config).items()}
     shardings = param_shardings(mesh, param_axes(config), shapes)
     params: dict[str, jax.Array] = {}
     for row in rows(config):

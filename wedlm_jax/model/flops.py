@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
-
 from wedlm_jax.model.adapter import is_adapter_parameter
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params
+from wedlm_jax.model.parameters import param_shapes
 
 _OUTSIDE_THE_LAYERS = ("embed.", "embed_positions.", "lm_head.", "mask_embedding")
 
@@ -20,7 +18,7 @@ def non_embedding_parameters(config: ModelConfig) -> int:
 
 
 def _sizes(config: ModelConfig) -> dict[str, int]:
-    shapes = jax.eval_shape(lambda: init_params(config, 0))
+    shapes = param_shapes(config)
     return {name: math.prod(x.shape) for name, x in shapes.items() if not name.startswith(_OUTSIDE_THE_LAYERS)}
 
 

@@ -32,10 +32,7 @@ def residual_stddev(config: ModelConfig, fan_in: int) -> float:
 
 class Linear(nnx.Module):
     """einsum(`equation`, x, kernel) + bias in the compute dtype, for all tokens T of x [B, L, ...]; on the adapted rows, where
-    it is a target of the model's adapter, also scale * (x A) B.
-
-    The one place that knows how a parameter is annotated.
-    """
+    it is a target of the model's adapter, also scale * (x A) B."""
 
     def __init__(
         self,

@@ -18,10 +18,15 @@ def params_of(transformer: Transformer) -> dict[str, jax.Array]:
 
 
 def init_params(config: ModelConfig, seed: int | jax.Array) -> dict[str, jax.Array]:
-    """Fresh parameters; under `jax.eval_shape` their shapes alone."""
+    """Fresh parameters by path."""
     key = jax.random.key(seed)
     # Streams of their own, so that the base of a seed is the same with and without an adapter.
     return params_of(Transformer(config, rngs=nnx.Rngs(key, adapter=jax.random.fold_in(key, _ADAPTER))))
+
+
+def param_shapes(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the parameters by path; none is made."""
+    return jax.eval_shape(lambda: init_params(config, 0))
 
 
 def transformer_from(config: ModelConfig, params: dict[str, jax.Array]) -> Transformer:

@@ -17,7 +17,7 @@ from wedlm_jax.ops.attention.choice import target_platform
 MASKED_SCORE = -1e30
 
 # Where keys first are faster on a CPU, as measured (benchmarks/RESULTS.md, "Verified decoding by the clock").
-FEW_QUERIES, MANY_KEYS, WIDE_HEAD = 32, 256, 64
+FEW_ROWS, MANY_KEYS, WIDE_HEAD = 32, 256, 64
 
 
 def is_exact(dtype: jnp.dtype) -> bool:
@@ -73,7 +73,7 @@ def scores(q_RH: jax.Array, k_SH: jax.Array) -> jax.Array:
     barrier keeps XLA from turning the factors round.
     """
     (R, H), S = q_RH.shape[-2:], k_SH.shape[-2]
-    if target_platform() != "cpu" or not 1 < R <= FEW_QUERIES or S < MANY_KEYS or H < WIDE_HEAD:
+    if target_platform() != "cpu" or not 1 < R <= FEW_ROWS or S < MANY_KEYS or H < WIDE_HEAD:
         return jnp.einsum("...RH,...SH->...RS", q_RH, k_SH, preferred_element_type=jnp.float32)
     scores_SR = jnp.einsum("...SH,...RH->...SR", k_SH, q_RH, preferred_element_type=jnp.float32)
     return jax.lax.optimization_barrier(scores_SR).swapaxes(-2, -1)
