@@ -10,6 +10,7 @@ from answers import serve
 
 def load(job):
     print("loading", job["model"])
+    os.write(2, bytes(job.get("said", [])))
     if job.get("broken"):
         raise RuntimeError("no such kernel\nmore of it")
 

@@ -63,6 +63,15 @@ def test_what_an_engine_said_before_it_failed_is_kept(monkeypatch, tmp_path):
     assert kept.read_text() == "loading x\n"
 
 
+def test_what_an_engine_said_is_read_whatever_its_bytes_are(monkeypatch, tmp_path):
+    with_fake_engines(monkeypatch, tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"no such kernel \(all that it said is in .*log\)$"):
+        Baseline("vllm", sys.executable, Path("x"), broken=True, said=[0xFF, 0xC3, 0xA9, 0x0A])
+    [kept] = tmp_path.glob("vllm-*.log")
+    assert "\ufffdé\n" in kept.read_text(encoding="utf-8")
+
+
 ASKED = {"prompts": [[1]], "max_new_tokens": 1, "stop_ids": []}
 
 

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import sys
+import types
 
 import numpy as np
 import pyarrow
@@ -321,6 +322,20 @@ def test_a_tfds_dataset_that_is_not_there_or_has_no_such_split(tmp_path):
     message = told(config_of(path, "tfds", dataset_split="dev", text_column="q"))
     assert "no split 'dev'; there are train, test" in message
     assert "no column 'z'" in told(config_of(path, "tfds", text_column="z"))
+
+
+@pytest.mark.parametrize(
+    ("file", "fields"),
+    [
+        ("state.json", {"dataset_split": "test"}),
+        ("state.json", {"subset": "a"}),
+        ("dataset_dict.json", {"subset": "a"}),
+    ],
+)
+def test_what_a_saved_hf_dataset_does_not_have_is_named(tmp_path, monkeypatch, file, fields):
+    monkeypatch.setitem(sys.modules, "datasets", types.ModuleType("datasets"))
+    (tmp_path / file).touch()
+    assert told(config_of(tmp_path, "hf_dataset", **fields)).endswith(f"leave out data.{next(iter(fields))}")
 
 
 def test_hf_dataset_without_its_package_says_what_installs_it(monkeypatch):

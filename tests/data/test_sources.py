@@ -261,9 +261,6 @@ def test_hf_dataset_from_disk_and_by_split(tmp_path):
     assert epoch(config_of(tmp_path / "saved", "hf_dataset", dataset_split="test", **columns)) == chat_texts(CHATS[5:])
     made["train"].save_to_disk(str(tmp_path / "one"))
     assert epoch(config_of(tmp_path / "one", "hf_dataset")) == chat_texts(CHATS[:5])
-    for field, value in (("dataset_split", "test"), ("subset", "en")):
-        with pytest.raises(UserError, match=f"leave out data.{field}"):
-            epoch(config_of(tmp_path / "one", "hf_dataset", **{field: value}))
     (tmp_path / "files").mkdir()
     write_lines(tmp_path / "files" / "train.jsonl", CHATS)
     assert epoch(config_of(tmp_path / "files", "hf_dataset")) == chat_texts(CHATS)
