@@ -224,8 +224,8 @@ def batches(
 ) -> PackedBatches:
     """The endless stream of packed batches: this process's [batch_size / process_count, config.row_length] of each.
 
-    Every epoch has an order of its own, and every document, or piece of one, an id of its own, so the same
-    text is corrupted anew in each epoch.
+    Every epoch has an order of its own, and every document, or piece of one, an id of its own, so the same text is
+    corrupted anew in each epoch.
 
     Args:
         config: the data section of an experiment.

@@ -132,13 +132,13 @@ class HfTable(Table):
             ) from None
         split = self._config.dataset_split or "train"
         folder = Path(self._path).expanduser()
-        alone, saved = ((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
-        if alone and not saved and self._config.dataset_split is not None:
+        one, several = ((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        if one and not several and self._config.dataset_split is not None:
             raise UserError(f"data.path={self._path}: is one dataset without splits; leave out data.dataset_split")
-        if (alone or saved) and self._config.subset is not None:
+        if (one or several) and self._config.subset is not None:
             raise UserError(f"data.path={self._path}: was saved by itself and has no subsets; leave out data.subset")
         try:
-            if alone or saved:
+            if one or several:
                 rows = datasets.load_from_disk(str(folder))
                 rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
             else:
