@@ -44,6 +44,17 @@ def test_the_likeliest_token_has_the_very_log_probability_of_the_likeliest():
     np.testing.assert_array_equal(found.log_probs, found.largest[:-1])
 
 
+def test_a_banned_token_is_never_the_likeliest_and_changes_no_probability():
+    model, ids = tiny_model(), [5, 9, 7, 2]
+    plain = score(model, ids)
+    banned = int(plain.likeliest[2])
+    found = score(model, ids, banned)
+    log_p = np.array(jax.nn.log_softmax(model(jnp.asarray([ids]), positions=jnp.arange(4)[None])))[0]
+    log_p[:, banned] = -np.inf
+    np.testing.assert_array_equal(found.likeliest, log_p.argmax(-1))
+    np.testing.assert_array_equal(found.log_probs, plain.log_probs)
+
+
 def test_several_devices_score_what_one_scores():
     ids, mesh = [5, 9, 7, 2], make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     alone, cut = (score(model, ids) for model in (tiny(0, EVEN), cut_over(tiny(0, EVEN), mesh)))

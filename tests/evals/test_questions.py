@@ -1,6 +1,7 @@
 """Questions of a file become problems in its order, scored by the chosen part of the answer; a bad line is named."""
 
 import json
+import re
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):
     (problem,) = task.problems(EVERY, 0)
     assert problem.prompt == model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert task.score(problem, "The answer is C") and not task.score(problem, "B")
+
+
+def test_the_line_that_an_empty_file_asks_for_can_be_asked_and_scored(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.touch()
+    with pytest.raises(UserError, match="is empty; give a line such as ({.*}) for each prompt") as error:
+        questions(tiny_model(), path, "number", 8)
+    path.write_text(re.search("{.*}", str(error.value)).group())
+    assert len(questions(tiny_model(), path, "number", 8).problems(9, 0)) == 1
 
 
 @pytest.mark.parametrize(
