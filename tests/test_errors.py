@@ -5,9 +5,9 @@ import os
 import subprocess
 import sys
 
-import orbax.checkpoint
 import pytest
 
+from wedlm_jax import checkpoint
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.errors import UserError, reason, writing
 
@@ -24,7 +24,7 @@ def test_an_error_of_many_lines_is_told_on_one(fails, tmp_path, monkeypatch):
     def fail(*arguments, **options):
         raise AT_LENGTH
 
-    monkeypatch.setattr(orbax.checkpoint, "CheckpointManager", fail)
+    monkeypatch.setattr(checkpoint, "_Manager", fail)
     with pytest.raises(UserError) as caught:
         fails(tmp_path)
     message = str(caught.value)
