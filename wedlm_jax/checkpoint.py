@@ -198,9 +198,8 @@ class Checkpoints:
                 self.wait()
                 sys.unraisablehook = self._unraisablehook  # where something failed, it has more to tell
         finally:
-            if (
-                self._manager.failure is None or jax.process_count() == 1
-            ):  # else the others are waited for, who wait for this one
+            # Behind a failure several processes would wait for each other.
+            if self._manager.failure is None or jax.process_count() == 1:
                 with contextlib.suppress(Exception):  # told above, or the run ends by another error
                     self._manager.close()
 

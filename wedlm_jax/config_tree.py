@@ -8,7 +8,7 @@ import json
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 
@@ -140,7 +140,9 @@ def is_none(text: str) -> bool:
 def _parse(annotation: Any, text: str) -> Any:
     """What pydantic is to convert: None, a list for a tuple, of objects where it is one of sections, else the text itself."""
     options = _options(annotation)
-    named = [value for option in options if typing.get_origin(option) is Literal for value in typing.get_args(option)]
+    named = [
+        value for option in options if typing.get_origin(option) is typing.Literal for value in typing.get_args(option)
+    ]
     if is_none(text) and type(None) in options and text not in named:  # `none` can be a value: model.remat=none
         return None
     if tuples := [option for option in options if typing.get_origin(option) is tuple]:

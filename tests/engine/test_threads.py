@@ -78,15 +78,23 @@ def test_a_step_is_had_by_all_that_wait_to_take_one_and_who_submits_waits_for_no
         begun.set()
         assert goes_on.wait(10)
 
+    asking = threading.Semaphore(0)
+
+    def ask():
+        asking.release()
+        served.step()
+
     monkeypatch.setattr(served, "_step", step)
-    threads = [threading.Thread(target=served.step) for _ in range(6)]
+    threads = [threading.Thread(target=ask) for _ in range(6)]
     threads[0].start()
     assert begun.wait(10)
     for thread in threads[1:]:
         thread.start()
     ticket = served.submit([5, 6, 7], talk("ar"))
     assert (ticket.status, served.waiting) == ("waiting", 1)
-    time.sleep(0.2)  # for the others to ask for their turn
+    for _ in threads:
+        assert asking.acquire(timeout=10)
+    time.sleep(0.2)  # between their saying so and their waiting
     goes_on.set()
     for thread in threads:
         thread.join(10)

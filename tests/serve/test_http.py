@@ -238,8 +238,11 @@ def test_one_thread_runs_the_engine_for_all_clients(server, monkeypatch):
     assert len(stepping) == 1
 
 
-def test_a_stream_sends_what_every_step_commits():
+def test_a_stream_sends_what_every_step_commits(monkeypatch):
     with serving(steps=1) as server:
+        engine = server.service.engine
+        # Slow enough for each piece to be sent before the next one is there.
+        monkeypatch.setattr(engine, "step", lambda: time.sleep(0.05) or type(engine).step(engine))
         said = events(
             server, COMPLETIONS, {"prompt": "Tom", "decoder": "ar", "max_tokens": 9, "return_token_ids": True}
         )

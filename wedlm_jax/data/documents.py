@@ -55,11 +55,15 @@ class Documents:
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(tokenizer, config.end_token)
-        self._rows = vocabulary_rows(self._tokenizer)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
         self.names = [str(part.path or part.source) for part in config.parts]
         self.epoch = sum(self.records)  # documents, of both splits where a source has both
+
+    @functools.cached_property
+    def _rows(self) -> int:
+        """Of a table of the tokenizer's ids; counted where a source brings ids of its own."""
+        return vocabulary_rows(self._tokenizer)
 
     def require_records(self, saved: Sequence[int]) -> None:
         """Raises a `UserError` where a source had another number of records in a run that is to go on: with another number all

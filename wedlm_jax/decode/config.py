@@ -24,6 +24,7 @@ PAPER_PENALTY = 0.02  # lambda in nats a slot, of the official engine
 DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding drafts more boldly
 DEFAULT_WINDOW = 16
 LARGEST_FLOAT = float(np.finfo(np.float32).max)  # of the traced settings
+SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)  # above 0; what is smaller may be taken for 0
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
@@ -87,7 +88,7 @@ class DecodeConfig:
             raise UserError(f"entropy_threshold={tau}: must be at least 0, inf, auto, or None for one a step")
         if not 0 <= _number(self, "confidence_threshold") <= 1:
             raise UserError(f"confidence_threshold={self.confidence_threshold}: must lie in [0, 1]")
-        if not 0 < np.float32(_number(self, "top_p")) <= 1:
+        if not SMALLEST_FLOAT <= _number(self, "top_p") <= 1:
             raise UserError(f"top_p={self.top_p}: must lie in (0, 1] as a float of 32 bits")
         if not isinstance(self.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in self.stop):
             raise UserError(f"stop={self.stop!r}: must be a tuple of non-empty strings")
@@ -224,7 +225,7 @@ def _number(config: DecodeConfig, name: str) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise UserError(f"{name}: an integer of {len(str(value))} digits is no such number") from None
+        raise UserError(f"{name}: is larger than any float") from None
 
 
 def _power_of_two(n: int) -> int:

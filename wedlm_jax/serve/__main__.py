@@ -62,10 +62,10 @@ def serve(args: Serve) -> None:
     """Answers until SIGINT or SIGTERM, which end running answers with what they have."""
     if args.decode.seed != DecodeConfig.seed:
         raise UserError("--seed does nothing here: a request brings its own, or draws another one each time")
+    if args.context is not None and args.context < SMALLEST_CONTEXT:
+        raise UserError(f"--context {args.context}: must be at least {SMALLEST_CONTEXT}")
     with Server(args.host, args.port, key()) as server:
         model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
-        if args.context is not None and args.context < SMALLEST_CONTEXT:
-            raise UserError(f"--context {args.context}: must be at least {SMALLEST_CONTEXT}")
         engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
             say(line)

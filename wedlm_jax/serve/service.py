@@ -50,8 +50,8 @@ class Call:
 
     def tell(self, failure: Exception | None = None) -> None:
         """Wakes who waits, where there is something to send."""
-        self._failure = failure
-        if failure is not None or self.done or (self._stream and any(ticket.has_news for ticket in self.tickets)):
+        self._failure = self._failure or failure
+        if self._failure or self.done or (self._stream and any(ticket.has_news for ticket in self.tickets)):
             self._news.set()
 
 
@@ -92,7 +92,7 @@ class Service:
             names = ["prompt"] if len(asked.prompts) == 1 else [f"prompt {i}" for i in range(len(asked.prompts))]
             model = self.engine.model
             encoded = [encode_prompt(model, prompt, name) for prompt, name in zip(asked.prompts, names, strict=True)]
-            # All of them are there before the next step: short prompts are prefilled together.
+            # An engine that has nothing else to do steps once all are there, so short prompts are prefilled together.
             for number, (ids, name) in enumerate(zip(encoded, names, strict=True)):
                 config = asked.config if asked.limited else self._with_room(asked.config, len(ids))
                 for row in range(number * asked.n, (number + 1) * asked.n):
