@@ -1,6 +1,7 @@
 """One decoding forward beside what memory allows: a window of W tokens behind a cache, and the logits of its tokens.
 
     python -m benchmarks.decode_forward                             # 8B parameters in bfloat16, W = 1 and 16; a GPU
+    python -m benchmarks.decode_forward --int8                      # the same with kernels rounded to int8
     python -m benchmarks.decode_forward --shape tiny --context 60   # anywhere
     taskset -c 0 python -m benchmarks.decode_forward --adapter-rank 12 --shape quickstart --dtype float32 \
         --windows 8 16 24 32 --context 60 --slots 128 --rounds 300  # what an adapter of mask rows adds
@@ -49,6 +50,8 @@ class Flags:
     shape: shapes.Name = "qwen3_8b"
     dtype: DType = "bfloat16"
     """Of parameters, cache and products."""
+    int8: bool = False
+    """Kernels of the layers rounded to int8 (`model.int8`)."""
     attention: Implementation = "auto"
     """`tokamax` asks for the split-KV kernel of GPUs."""
     windows: tuple[int, ...] = (1, 16)
@@ -74,7 +77,10 @@ def main() -> None:
     if flags.turned:
         beside_turned_kernels(flags)
         return
-    model = shapes.shape(flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention)
+    model = shapes.shape(
+        flags.shape, dtype=flags.dtype, param_dtype=flags.dtype, attention=flags.attention,
+        kernel_dtype="int8" if flags.int8 else None,
+    )  # fmt: skip
     params = jax.jit(lambda: init_params(model, 0))()
 
     # Of float32: a GPU copies bfloat16 by numbers of two bytes, at four fifths of the rate.
@@ -98,7 +104,8 @@ def main() -> None:
         rows.append((str(window), f"{1e3 * seconds:.3f}", f"{1e3 * floor:.3f}", f"{floor / seconds:.1%}", of_sheet))
     parameters = sum(x.size for x in params.values()) / 1e6
     print_table(
-        f"{machine()}; {flags.shape}, {parameters:,.1f}M parameters, {flags.dtype}, attention {flags.attention}, "
+        f"{machine()}; {flags.shape}, {parameters:,.1f}M parameters, {flags.dtype}{', int8 kernels' * flags.int8}, attention "
+        f"{flags.attention}, "
         f"{flags.rows} rows, {flags.context} of {flags.slots} slots used; copying {bandwidth / 1e9:,.0f} GB/s; "
         f"medians of {flags.rounds}",
         ("W", "ms a forward", "floor by copying, ms", "of that floor", "of the data sheet's"),

@@ -1,6 +1,7 @@
 """What one decoding forward compiles to for a GPU that is not there, in four forms: of what it costs beside its products.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.forward_for_gpu       # Qwen3-8B in bfloat16, 16 slots, an H100
+    JAX_PLATFORMS=cpu python -m benchmarks.forward_for_gpu             # Qwen3-8B in bfloat16, 16 slots, an H100
+    JAX_PLATFORMS=cpu python -m benchmarks.forward_for_gpu --int8      # the same with kernels rounded to int8
 
 Compiled ahead of time by jax's CUDA plugin, never run. At batch 1 a forward is bound by the bytes of its weights, so it counts
 whether they are read once: a layer's matrix that a kernel writes was copied out of the stack, and is read, written and read
@@ -14,6 +15,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator
+from typing import Literal
 from unittest import mock
 
 import jax
@@ -25,6 +27,7 @@ from benchmarks import shapes
 from benchmarks.side_by_side import print_table
 from wedlm_jax.absent_devices import canonical, chip_of, devices
 from wedlm_jax.errors import entry
+from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import CachedWindow
@@ -50,6 +53,8 @@ OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(")
 @dataclasses.dataclass(frozen=True)
 class Flags:
     shape: shapes.Name = "qwen3_8b"
+    int8: bool = False
+    """Kernels of the layers rounded to int8 (`model.int8`)."""
     topology: str = "h100:1"
     window: int = 16
     rows: int = 1
@@ -60,20 +65,28 @@ class Flags:
 @entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    model = shapes.shape(flags.shape, dtype="bfloat16", param_dtype="bfloat16")
+    model = config_of(flags, "auto")
     params = jax.eval_shape(lambda: init_params(model, 0))
     nbytes = sum(x.size * x.dtype.itemsize for x in params.values())
     chip = chip_of(canonical(flags.topology))
     print_table(
-        f"{flags.topology}; {flags.shape}, bfloat16, {nbytes / 1e9:.1f} GB of weights, to read them once takes "
-        f"{1e3 * nbytes / chip.hbm_bandwidth:.1f} ms; {flags.rows} rows of {flags.window} slots, a cache of {flags.slots}",
+        f"{flags.topology}; {flags.shape}, bfloat16{', int8 kernels' * flags.int8}, {nbytes / 1e9:.1f} GB of weights, to read "
+        f"them once takes {1e3 * nbytes / chip.hbm_bandwidth:.1f} ms; {flags.rows} rows of {flags.window} slots, a cache of "
+        f"{flags.slots}",
         ("", "GB of weights copied", "kernels", "waits for the host", "MB of temporaries", "s to compile"),
         (row(name, flags, *FORMS[name]) for name in FORMS),
     )
 
 
+def config_of(flags: Flags, attention: Implementation) -> ModelConfig:
+    kernels: Literal["int8"] | None = "int8" if flags.int8 else None
+    return shapes.shape(
+        flags.shape, dtype="bfloat16", param_dtype="bfloat16", kernel_dtype=kernels, attention=attention
+    )
+
+
 def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implementation) -> tuple[str, ...]:
-    model = shapes.shape(flags.shape, dtype="bfloat16", param_dtype="bfloat16", attention=attention)
+    model = config_of(flags, attention)
     mesh = make_mesh(MeshConfig(data=1), devices(canonical(flags.topology)))
 
     def transformer() -> Transformer:
@@ -120,10 +133,10 @@ def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implement
     for result, operation, times in operations(compiled.as_text()):
         kernels += times * (operation in STARTED)
         waits += times * (operation == "conditional" or operation == "while of data")
-        for sizes in re.findall(r"bf16\[([\d,]+)\]", result) if operation in STARTED else ():
+        for dtype, sizes in re.findall(r"(bf16|s8)\[([\d,]+)\]", result) if operation in STARTED else ():
             found = tuple(int(size) for size in sizes.split(","))
             if found in matrices or (found[1:] in matrices and found[0] == 1):
-                copied += times * 2 * math.prod(found)
+                copied += times * (2 if dtype == "bf16" else 1) * math.prod(found)
     return (
         name,
         f"{copied / FORWARDS / 1e9:.1f}",

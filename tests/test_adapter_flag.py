@@ -77,9 +77,11 @@ def test_every_command_loads_its_model_in_the_dtype_that_is_given(command, tmp_p
         raise UserError("enough")
 
     monkeypatch.setattr(pretrained, "load", load)
-    for flags in ([], ["--dtype", "bfloat16"]):
+    # What is measured of rounded weights would be stored beside those that they were rounded from.
+    dtypes = ["bfloat16"] if command == "calibrate" else ["bfloat16", "int8"]
+    for flags in ([], *(["--dtype", dtype] for dtype in dtypes)):
         assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
-    assert asked == [("base", None), ("base", "bfloat16")], capsys.readouterr().err
+    assert asked == [("base", dtype) for dtype in (None, *dtypes)], capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

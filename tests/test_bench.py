@@ -268,6 +268,7 @@ def test_it_says_where_ar_wins():
         (("--prompts", 4096, "--outputs", 6), "exceed the model's context of 512"),
         (("--tasks", "poetry"), "poetry"),
         (("--baseline", "vllm", "--temperature", 1), "--temperature: --baseline and --official decode greedily"),
+        (("--baseline", "vllm", "--dtype", "int8"), "--dtype int8: --baseline and --official read an export"),
         (("--baseline", "vllm", "--python", "/no/python"), "/no/python: cannot be run"),
         (("--baseline", "vllm", "--stop", "x"), "--stop: --baseline and --official read no text"),
         (("--official", ".", "--stop", "x"), "--stop: --baseline and --official read no text"),

@@ -333,6 +333,15 @@ def test_any_model_is_measured_against_its_own_ar(call, tmp_path):
     assert "counting n = 2" in " ".join(shown.split())
 
 
+def test_rounded_weights_are_measured_against_their_own_ar(call, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    flags = ("--model", tmp_path / "model", "--int8", "--task", "counting", "--limit", 2, "--max-new-tokens", 8)
+    shown = call(*flags, "--decoder", "verified", "--window-size", 4, "--out", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["name"] == f"{tmp_path / 'model'} in int8" and "model in int8" in " ".join(shown.split())
+    assert results["rows"][1]["equal_to_ar"] == 2
+
+
 def test_questions_of_a_file_are_scored_and_cut_completions_told(call, tmp_path):
     model = tiny_model()
     save(model, tmp_path / "model")
@@ -410,6 +419,7 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
         (("--model", "nowhere", "--task", "sums"), "task 'sums' does not exist"),
         (("--model", "nowhere", "--task", "counting", "--workdir", "x"), "--workdir goes with --exp"),
         (("--exp", "a", "--decoder", "ar"), "decoder flags go with --model"),
+        (("--exp", "a", "--int8"), "--int8 goes with --model DIR"),
         (("--exp", "a", "--limit", "0"), "--limit 0: must be at least 1"),
         (("--model", "nowhere", "--task", "counting", "--top-p", "2"), "top_p=2"),
     ],

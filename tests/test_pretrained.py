@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 
 from tests.evals.models import tiny_model
+from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.convert import Convert, convert
 from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
+from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.int8 import rounded
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
@@ -43,6 +46,23 @@ def test_sizes_of_a_mesh_are_those_of_the_first_devices(tmp_path):
     np.testing.assert_array_equal(*(params_of(m.transformer)["embed.embedding"] for m in (alone, cut)))
     with pytest.raises(UserError, match=r"mesh.fsdp=16 takes 16 devices, and there are 8; lower it"):
         load(tmp_path / "model", mesh=MeshConfig(data=1, fsdp=16))
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(2, 1, 2)], ids=str)
+def test_a_directory_loads_with_its_kernels_rounded_to_int8(tmp_path, mesh):
+    save(tiny_model(), tmp_path / "model")
+    write_calibration(
+        tmp_path / "model", found := Calibration(0.3, 0.02, 8, 0.01, 0.005, 100, 3.0), load(tmp_path / "model")
+    )
+    exact, int8 = load(tmp_path / "model"), load(tmp_path / "model", "int8", mesh=mesh)
+    assert (int8.config.kernel_dtype, int8.config.dtype) == ("int8", "float32")
+    assert int8.calibration == exact.calibration == found and (int8.mesh is None) == (mesh is None)
+    (_, expected), held = rounded(exact.config, params_of(exact.transformer)), params_of(int8.transformer)
+    assert held.keys() == expected.keys()
+    for name, x in held.items():
+        np.testing.assert_array_equal(x, expected[name])
+    with pytest.raises(UserError, match="rounded to int8 for decoding; load it without dtype=int8"):
+        save(int8, tmp_path / "out")
 
 
 @pytest.mark.parametrize("path", ["runs/nothing", "/nowhere/at/all", "nothing"])
@@ -172,6 +192,16 @@ def test_a_step_that_is_not_there_is_named(workdir, monkeypatch):
     }.items():
         with pytest.raises(UserError, match=message):
             load(path)
+
+
+def test_a_workdir_is_rounded_on_the_host(workdir, monkeypatch):
+    """Where else is a matter of the default device, of which this machine has several of one kind."""
+    host = jax.devices()[3]
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [host])
+    made = []
+    monkeypatch.setattr(pretrained, "in_int8", lambda model, mesh: made.append(model) or model)
+    load(workdir[0], "int8")
+    assert all(x.devices() == {host} for x in params_of(made[0].transformer).values())
 
 
 def test_a_workdir_exports_and_comes_back_the_same(workdir, tmp_path):

@@ -39,7 +39,7 @@ from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
 from wedlm_jax.evals.sweep import resolved, settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.results import make_folder, save_figure, write_json
@@ -79,8 +79,7 @@ class Bench:
     python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
     """The interpreter that has torch and what --baseline and --official need: the latter transformers, safetensors, tqdm and
     xxhash."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where bench.json and bench.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
@@ -113,7 +112,8 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     if not work:
         raise UserError(f"nothing to run: {left_out[0]}")
     changes = args.decode.changes(Bench.decode)
-    heading = f"{args.model} in {model.config.dtype} on {device(args.mesh)}"
+    of_kernels = "" if model.config.kernel_dtype is None else f", its kernels in {model.config.kernel_dtype},"
+    heading = f"{args.model} in {model.config.dtype}{of_kernels} on {device(args.mesh)}"
     console.print(escape(", ".join([heading, f"medians of {args.repeats}", *changes])))
     most = max(piece.output_tokens for piece in work)
     named: dict[str, DecodeConfig] = {config.decoder: config for config in configs}
@@ -272,6 +272,8 @@ def main() -> None:
         raise UserError("--decoders: AR always runs; name the others")
     if (args.baseline or args.official) and args.decode.temperature > 0:
         raise UserError("--temperature: --baseline and --official decode greedily; leave it at 0")
+    if (args.baseline or args.official) and args.dtype == "int8":
+        raise UserError("--dtype int8: --baseline and --official read an export, whose weights are not rounded")
     refuse_what_others_ignore(args)
     bench(args, Console())
 

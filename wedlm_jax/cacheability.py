@@ -25,7 +25,7 @@ from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
@@ -51,8 +51,7 @@ class Cacheability:
     confidences: tuple[float, ...] = (0.5, 0.9, 0.99)
     """Thresholds of block-wise decoding."""
     batch_size: int = 8
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where cacheability.json, written anew after every setting, and cacheability.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)

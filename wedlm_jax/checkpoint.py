@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import preservation_policy
@@ -272,7 +273,8 @@ def load_params(
         shapes = split_adapter(shapes)[1]
     shardings: Mapping[str, jax.sharding.Sharding]
     if mesh is None:
-        shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+        [device] = jnp.zeros(()).devices()  # the one on which arrays are made here
+        shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(device))
     else:
         axes = {name: names for name, names in param_axes(config).items() if name in shapes}
         shardings = param_shardings(mesh, axes, {name: x.shape for name, x in shapes.items()})

@@ -50,6 +50,7 @@ from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.int8 import in_int8
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import end_with_study
@@ -74,6 +75,8 @@ class Evaluate:
     """Or evaluate any model: HF directory, hub id, or workdir (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
     mesh: pretrained.MeshFlag = ONE_DEVICE
+    int8: bool = False
+    """With --model: the kernels of its layers rounded to int8, as --dtype int8 does in other commands."""
     task: str | None = None
     """word_problems, counting or copying; with --exp this one alone."""
     questions: QuestionsFlag = None
@@ -107,6 +110,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
     if args.adapter is not None:
         raise UserError("--adapter goes with --model DIR; an experiment has its own")
+    if args.int8:
+        raise UserError("--int8 goes with --model DIR")
     refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match")})
     if others := [text for text in args.overrides if not text.startswith("evaluation.")]:
         raise UserError(f"{others[0]}: only evaluation.field=value can be set here; the rest is as it was trained")
@@ -156,16 +161,22 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(path, args.mesh, args.adapter)
+    model = load_exact(path, args.mesh, args.adapter, args.int8)
     tasks = asked(args, [args.task or ""], model)
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
-    return Plan(path, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out, args.mesh)
+    title = f"{path} in int8" if args.int8 else path
+    return Plan(title, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out, args.mesh)
 
 
-def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE, adapter: str | None = None) -> Model:
-    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for."""
+def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE, adapter: str | None = None, int8: bool = False) -> Model:
+    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for.
+
+    Args:
+      int8: its kernels rounded first (`model.int8`).
+    """
     model = pretrained.load(path, "float32", adapter=adapter, mesh=mesh)
+    model = in_int8(model, model.mesh) if int8 else model
     config = dataclasses.replace(model.config, matmul_precision="highest")
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
@@ -26,6 +26,15 @@ AdapterFlag = Annotated[
     str | None,
     tyro.conf.arg(
         metavar="DIR", help="Adapter to put beside it: a directory of save_adapter or of PEFT, or its workdir."
+    ),
+]
+
+# The field `dtype` of a command that decodes.
+DTypeFlag = Annotated[
+    Literal["float32", "bfloat16", "int8"] | None,
+    tyro.conf.arg(
+        help="Of parameters and compute; None is bfloat16 on accelerators and float32 on CPU. int8 is that, with the layers' "
+        "kernels rounded to a half or a quarter of their bytes."
     ),
 ]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich import box
@@ -31,7 +31,7 @@ from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.show import device
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
@@ -57,8 +57,7 @@ class OpenEndedFlags:
     mauve: bool = False
     """Also score the continuations of code against what the files go on with (pip install mauve-text)."""
     batch_size: int = 1
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where open_ended.json, written anew after every decoder, and open_ended.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)

@@ -26,6 +26,7 @@ from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
+from wedlm_jax.model.int8 import in_int8, on_host
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
@@ -58,7 +59,7 @@ def load(
       path: an HF directory (config.json and safetensors), a workdir of `wedlm_jax.train` (its newest checkpoint; `WORKDIR@500`
         and `WORKDIR@best` name another), or a hub id `owner/name`, which is fetched where no such local path exists.
       dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
-        and float32 on CPU.
+        and float32 on CPU. "int8": that default, but the layers' kernels, which are most of a model, rounded (`model.int8`).
       mask_token_id: overrides the id that the directory declares.
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
         None: the first device.
@@ -70,6 +71,10 @@ def load(
     """
     if isinstance(mesh, MeshConfig):
         mesh = mesh_of_first(mesh)
+    if dtype == "int8":
+        with on_host():
+            exact = load(path, None, mask_token_id, adapter=adapter)
+        return in_int8(exact, mesh)
     directory = locate(path)
     if is_workdir(directory):
         model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)

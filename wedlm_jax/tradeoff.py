@@ -34,7 +34,7 @@ from wedlm_jax.evals.tradeoff import (
     rank_correlations,
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
-from wedlm_jax.flags import AdapterFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
 from wedlm_jax.version import __version__
@@ -58,8 +58,7 @@ class Tradeoff:
     penalties: tuple[float, ...] = (0.0, 1e-3, 1e-2, 2e-2, 1e-1, 1.0, 10.0)
     """lambda in nats per slot."""
     batch_size: int = 8
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; float32 on a CPU and bfloat16 elsewhere if not given."""
+    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where tradeoff.json, written anew after every setting, and tradeoff.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64)

@@ -54,6 +54,8 @@ class StepSettings:
 
     def __post_init__(self) -> None:
         self.objective.check_adapter(self.model.adapter)
+        if self.model.kernel_dtype is not None:
+            raise UserError(f"model.kernel_dtype={self.model.kernel_dtype} is for decoding alone; leave it out")
         if self.model.adapter is None and self.model.param_dtype != "float32":
             raise UserError(
                 f"model.param_dtype={self.model.param_dtype} is for the base of an adapter, which stays as it is; most updates "

@@ -13,6 +13,7 @@ from wedlm_jax.decode.generation import generate
 from wedlm_jax.engine import Engine
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.int8 import in_int8
 
 from ..conftest import FULL
 from .models import LOOPS, ROWS, config_of, start_sizes, tiny_model
@@ -20,27 +21,32 @@ from .models import LOOPS, ROWS, config_of, start_sizes, tiny_model
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
 
 
-@pytest.fixture(params=["views", "turned"])
-def apart(request, monkeypatch) -> Model:
+@pytest.fixture(params=["views", "turned", "turned, int8"])
+def both(request, monkeypatch) -> tuple[Model, Model]:
+    """One model with its layers apart, and as it was."""
     monkeypatch.setattr(rooms, "LARGE", 0)
-    if request.param == "turned":
+    turned = request.param != "views"
+    if turned:
         monkeypatch.setattr(rooms, "PROCESSOR_CACHE", 0)
-    model = dataclasses.replace(tiny_model())  # with weights of its own
+    in_stack = in_int8(tiny_model()) if "int8" in request.param else tiny_model()
+    model = dataclasses.replace(in_stack)  # with weights of its own
     with model.weights_for(8).transformer() as transformer:
         assert isinstance(transformer.layers, nnx.List)
-        assert transformer.layers[0].mlp.up_proj.turned == (request.param == "turned")
+        assert transformer.layers[0].mlp.up_proj.turned == turned
     with model.weights.transformer() as transformer:
         assert not transformer.layers[0].mlp.up_proj.turned
-    return model
+    return model, in_stack
 
 
 @pytest.mark.parametrize("loop", LOOPS if FULL else ["verified", "streaming_eager"])
-def test_every_decoder_says_the_same(loop, apart):
+def test_every_decoder_says_the_same(loop, both):
+    apart, in_stack = both
     config = config_of(loop)
-    assert generate(apart, PROMPTS, config) == generate(tiny_model(), PROMPTS, config)
+    assert generate(apart, PROMPTS, config) == generate(in_stack, PROMPTS, config)
 
 
-def test_the_engine_says_the_same_and_reuses_prefixes(apart):
+def test_the_engine_says_the_same_and_reuses_prefixes(both):
+    apart, in_stack = both
     config = config_of("verified")
     engine = Engine(apart, rows=2, context=40, steps=3)
     tickets = [engine.submit(prompt, config) for prompt in [*PROMPTS, [1, 2, 3, 4, 5]]]
@@ -49,11 +55,12 @@ def test_the_engine_says_the_same_and_reuses_prefixes(apart):
     engine.run()
     assert followed.reused_tokens > 4
     prompts = [ticket.request.prompt for ticket in (*tickets, followed)]
-    expected = [generate(tiny_model(), [prompt], config)[0] for prompt in prompts]
+    expected = [generate(in_stack, [prompt], config)[0] for prompt in prompts]
     assert [ticket.completion for ticket in (*tickets, followed)] == expected
 
 
-def test_a_step_writes_every_layer_s_cache_in_place(apart):
+def test_a_step_writes_every_layer_s_cache_in_place(both):
+    apart, _ = both
     config = dataclasses.replace(config_of("verified"), window_size=8, mask_token_id=0)
     settings, weights = RowSettings.from_configs([config] * ROWS, range(ROWS), apart.window_table), apart.weights_for(8)
     prompt, lengths = np.ones((ROWS, 8), np.int32), np.full(ROWS, 8, np.int32)

@@ -1,5 +1,6 @@
 """Decoding compiled for a GPU that is not there: a forward reads the weights and the used part of the cache, where they lie."""
 
+import dataclasses
 import re
 
 import jax
@@ -41,16 +42,17 @@ FREE = (
 @pytest.fixture
 def compiled(monkeypatch):
     """The text of the loop, or of prefill, for so many GPUs that share the heads, and the shape of a layer's cache on each;
-    `apart` as where there is room for it, `fields` of the settings."""
+    `apart` as where there is room for it, `int8` with rounded kernels, `fields` of the settings."""
     monkeypatch.setattr(trial, "failure", lambda *_: None)  # as on a GPU where the kernel is right
     monkeypatch.setattr(weights_module, "CPU", ())  # this machine's devices taken for GPUs
     monkeypatch.setattr(weights_module, "GPUS", ("cpu",))
 
-    def compile(decoder, *, gpus=1, apart=True, prefill=False, **fields):
+    def compile(decoder, *, gpus=1, apart=True, prefill=False, int8=False, **fields):
         monkeypatch.setattr(weights_module, "_has_room_for", lambda arrays: apart)
         config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,), **fields)
+        model = dataclasses.replace(MODEL, kernel_dtype="int8" if int8 else None)
         started, loop, state = compiled_for(
-            devices(f"h100:{gpus}"), MeshConfig(data=1, tensor=gpus), MODEL, config, rows=ROWS, prompt=PROMPT
+            devices(f"h100:{gpus}"), MeshConfig(data=1, tensor=gpus), model, config, rows=ROWS, prompt=PROMPT
         )
         program = started if prefill else loop.compile()
         cache = jax.tree.leaves(state.cache)[0]
@@ -103,6 +105,16 @@ def test_a_forward_copies_no_weights_and_no_cache_and_asks_the_host_nothing(comp
     assert len(kernels) <= 20 * MODEL.num_layers + 60, "each of them takes microseconds to start"
     sums = [operation for _, operation in written if operation.endswith("-start") or operation == "all-reduce"]
     assert len(sums) <= (0 if gpus == 1 else 2 * MODEL.num_layers + 10)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_kernels_of_int8_become_bfloat16_inside_the_products(compiled, gpus):
+    loop, _ = compiled("verified", gpus=gpus, int8=True)
+    rounded = tuple(weight.replace("bf16", "s8") for weight in weight_shapes(gpus))
+    body = body_of_loop(loop)
+    assert any(weight in body for weight in rounded), "the search can find"
+    assert [result for result, _ in written_in(body) if result.startswith((*weight_shapes(gpus), *rounded))] == []
+    assert " conditional(" not in loop and len(re.findall(r" while\(", loop)) == 1
 
 
 def test_a_forward_that_draws_sorts_nothing_and_copies_no_cache(compiled):

@@ -13,6 +13,7 @@ from wedlm_jax import Model, generate
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.loop import Program, run, start
 from wedlm_jax.model import weights as rooms
+from wedlm_jax.model.int8 import in_int8
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
@@ -55,6 +56,21 @@ def test_gpus_decode_alike_with_their_layers_apart(monkeypatch):
         assert isinstance(transformer.layers, nnx.List)
     for ours, expected in zip(generate(shared, PROMPTS, config), alone, strict=True):
         assert (ours.ids, ours.finish_reason, ours.stats) == (expected.ids, expected.finish_reason, expected.stats)
+
+
+@pytest.mark.parametrize("sizes", [None, dict(data=2, fsdp=2, tensor=2)], ids=str)
+def test_with_kernels_of_int8_verified_decoding_gives_what_ar_gives(sizes):
+    mesh = None if sizes is None else make_mesh(MeshConfig(**sizes))
+    model = in_int8(tiny_model(0, EVEN), mesh)
+    assert model.mesh == mesh
+    if mesh is not None:
+        kernel_scale = params_of(model.transformer)["layers.mlp.up_proj.kernel_scale"]
+        assert kernel_scale.sharding.shard_shape(kernel_scale.shape) == (TINY.num_layers, TINY.intermediate_size // 2)
+    verified, ar = (
+        generate(model, PROMPTS, config_of(loop, temperature=0.7, stop_ids=(5,))) for loop in ("verified", "ar")
+    )
+    assert [ours.ids for ours in verified] == [theirs.ids for theirs in ar]
+    assert sum(ours.stats.forwards for ours in verified) < sum(theirs.stats.forwards for theirs in ar)
 
 
 @pytest.mark.parametrize("loop", ["verified", "streaming_eager"])

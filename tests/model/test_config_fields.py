@@ -37,6 +37,7 @@ CHANGES = {
     "qk_norm": (False, {"params", "logits"}),
     "dtype": ("bfloat16", {"logits", "program", "cache"}),
     "param_dtype": ("bfloat16", {"params", "logits"}),
+    "kernel_dtype": ("int8", {"params", "logits"}),
     "matmul_precision": ("default", {"program"}),
     "remat": ("full", {"program"}),
     "mlp_tile": (4, {"program"}),

@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 from rich.console import Console
@@ -29,7 +29,7 @@ from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse
 from wedlm_jax.sharding import ONE_DEVICE
 
 # Two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled.
@@ -48,8 +48,7 @@ class Chat:
     """No chat template: the model continues what you write, for base models."""
     context: int | None = None
     """Tokens of the whole conversation at most; None is the model's, at most 4096."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
 
 

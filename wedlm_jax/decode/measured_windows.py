@@ -53,7 +53,8 @@ def device_name(model: Model) -> str:
     """What the cost of a forward depends on beside the weights: the kind of device, how many of them, and the dtype."""
     device, dtype = jax.devices()[0], jnp.dtype(model.config.dtype).name
     kind = f"{_processor()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
-    return f"{1 if model.mesh is None else model.mesh.size} x {kind}, {dtype}"
+    of_kernels = "" if model.config.kernel_dtype is None else f", kernels of {model.config.kernel_dtype}"
+    return f"{1 if model.mesh is None else model.mesh.size} x {kind}, {dtype}{of_kernels}"
 
 
 def windows_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
@@ -61,6 +62,8 @@ def windows_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
     found: MeasuredWindows | None = model.measured_windows
     if found is None or not any(config.adapts for config in configs):
         return []
+    if model.config.kernel_dtype is not None:
+        return ["windows by what forwards are presumed to cost: those that were measured are not of int8 weights"]
     if device_name(model) in found.costs:
         return [f"windows as measured on {device_name(model)}"]
     return [

@@ -65,7 +65,9 @@ def _seconds(run: jax.stages.Wrapped, x: jax.Array) -> float:
 def forward_bytes(config: ModelConfig, *, rows: int, context: float) -> float:
     """What a forward reads at least: every parameter of the layers and the output layer, and the cache slots in use, once."""
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
-    return (_parameters(config) + cache) * jnp.dtype(config.dtype).itemsize
+    head, of_dtype = config.vocab_size * config.hidden_size, jnp.dtype(config.dtype).itemsize
+    of_kernels = jnp.dtype(config.kernel_dtype or config.dtype).itemsize
+    return non_embedding_parameters(config) * of_kernels + (head + cache) * of_dtype
 
 
 def forward_seconds(

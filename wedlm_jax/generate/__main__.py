@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 import jax
 import tyro
@@ -32,7 +32,7 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, parse, require_positive
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse, require_positive
 from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
@@ -65,8 +65,7 @@ class Generate:
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
     """The most prompts decoded at once."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -181,6 +180,7 @@ def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict
     return {
         "weights": fingerprint(model),
         "dtype": model.config.dtype,
+        "kernel_dtype": model.config.kernel_dtype,
         "mesh": None if model.mesh is None else dict(model.mesh.shape),  # floats differ in their last bits
         "prompts": {"count": len(requests), "sha256": digest_of([request.prompt for request in requests])},
         "details": args.details,

@@ -27,6 +27,7 @@ from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
+from wedlm_jax.model.int8 import require_unrounded
 from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.model.revision import revision
 from wedlm_jax.sharding import param_shardings
@@ -62,11 +63,12 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     """Writes the directory, whole or not at all; an earlier adapter of ours is replaced, anything else is left alone.
 
     Raises:
-      UserError: the model has no adapter, or `path` is taken.
+      UserError: the model has no adapter, its weights were rounded to int8, or `path` is taken.
     """
     config, target = model.config, Path(path).resolve()
     if config.adapter is None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
+    require_unrounded(config)
     written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE, WINDOWS_FILE}
     require_free(
         target, written.__contains__, lambda directory: (directory / FILE).is_file(), "an adapter of wedlm_jax"

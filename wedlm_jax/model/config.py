@@ -45,6 +45,8 @@ class ModelConfig:
     qk_norm: bool = True
     dtype: DType = "float32"  # activations and matmuls
     param_dtype: DType = "float32"
+    # "int8": the layers' kernels, rounded, with a float32 scale for every output (`model.int8`); for decoding alone
+    kernel_dtype: Literal["int8"] | None = None
     # "highest": float32 is float32 on accelerators too
     matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"

@@ -15,6 +15,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.patterns import CachedWindow, Pattern, of_read
 from wedlm_jax.model.rope import apply_rope
+from wedlm_jax.ops.int8 import to_int8
 from wedlm_jax.ops.rms_norm import rms_norm
 from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 from wedlm_jax.ops.swiglu import swiglu
@@ -47,13 +48,16 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.equation, self.dtype, self.turned, self.joined = equation, config.dtype, False, False
-        self.outputs = shape[len(_inputs_and_outputs(equation)[0]) :]
         init = nnx.initializers.normal(stddev)
-        self.kernel = nnx.Param(init(rngs.params(), shape, config.param_dtype), axes=axes)
+        kernel, inputs = init(rngs.params(), shape, config.param_dtype), len(_inputs_and_outputs(equation)[0])
+        kernel_scale, self.outputs = None, shape[inputs:]
+        if config.kernel_dtype == "int8":
+            kernel, scale = to_int8(kernel, range(inputs))
+            kernel_scale = nnx.Param(scale, axes=axes[inputs:])
+        self.kernel, self.kernel_scale = nnx.Param(kernel, axes=axes), nnx.data(kernel_scale)
         self.bias = nnx.Param(jnp.zeros(shape[1:], config.param_dtype), axes=axes[1:]) if bias else None
         adapter, lora_a, lora_b = config.adapter, None, None
         if adapter is not None and target in adapter.targets:
-            inputs = len(_inputs_and_outputs(equation)[0])
             init = nnx.initializers.normal(math.prod(shape[:inputs]) ** -0.5)
             # In float32 whatever the base is in: these are what is trained.
             a = init(rngs.adapter(), (*shape[:inputs], adapter.rank), jnp.float32)
@@ -74,11 +78,18 @@ class Linear(nnx.Module):
 
     def product(self, tokens: jax.Array) -> jax.Array:
         """With the kernel alone, however it lies."""
-        kernel = self.kernel[...].astype(self.dtype)
-        if not self.turned:
+        kernel = self.kernel[...].astype(self.dtype)  # of int8: on accelerators XLA does so as the product reads it
+        if self.turned:
+            y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel)
+        elif self.kernel_scale is None:
             return _product(self.equation, tokens, kernel)
-        y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).astype(self.dtype)
-        return y.reshape(len(tokens), *self.outputs)
+        else:
+            y = _product(self.equation, tokens, kernel, jnp.float32)
+        return self._in_dtype(y.reshape(len(tokens), *self.outputs))
+
+    def _in_dtype(self, y: jax.Array) -> jax.Array:
+        """A product as it comes, with the scale of its outputs, rounded once."""
+        return (y if self.kernel_scale is None else y * self.kernel_scale[...]).astype(self.dtype)
 
     def biased(self, y: jax.Array) -> jax.Array:
         """What the base gives, of the product."""
@@ -113,8 +124,11 @@ def join(linears: Sequence[Linear]) -> None:
     adds it up (benchmarks/RESULTS.md, "On a GPU"). For layers that decode, as `Linear.turn`."""
     kernels = [linear.kernel[...] for linear in linears]
     linears[0].kernel = nnx.Param(jnp.concatenate([kernel.reshape(len(kernel), -1) for kernel in kernels], axis=1))
+    if linears[0].kernel_scale is not None:
+        scales = [linear.kernel_scale[...] for linear in linears if linear.kernel_scale is not None]
+        linears[0].kernel_scale = nnx.Param(jnp.concatenate([scale.ravel() for scale in scales]))
     for linear in linears[1:]:
-        del linear.kernel
+        del linear.kernel, linear.kernel_scale
     for linear in linears:
         linear.joined = True
 
@@ -123,8 +137,10 @@ def products_of(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]
     """`Linear.product` of each, of layers that read the same tokens, joined or not."""
     if not linears[0].joined:
         return [linear.product(tokens) for linear in linears]
-    sizes = [math.prod(linear.outputs) for linear in linears]
-    parts = jnp.split(tokens @ linears[0].kernel[...].astype(linears[0].dtype), np.cumsum(sizes)[:-1], axis=1)
+    first, sizes = linears[0], [math.prod(linear.outputs) for linear in linears]
+    accumulated = None if first.kernel_scale is None else jnp.float32
+    y = jnp.matmul(tokens, first.kernel[...].astype(first.dtype), preferred_element_type=accumulated)
+    parts = jnp.split(first._in_dtype(y), np.cumsum(sizes)[:-1], axis=1)
     return [y.reshape(len(tokens), *linear.outputs) for linear, y in zip(linears, parts, strict=True)]
 
 
@@ -137,10 +153,13 @@ def _where(adapted: AdaptedRows, with_adapter: jax.Array, of_base: jax.Array) ->
     return jax.lax.optimization_barrier(chosen)
 
 
-def _product(equation: str, tokens: jax.Array, kernel: jax.Array) -> jax.Array:
+def _product(
+    equation: str, tokens: jax.Array, kernel: jax.Array, accumulated: type[jnp.float32] | None = None
+) -> jax.Array:
     """Summed over the inputs of `equation` in the order in which they lie. An einsum sums in that of the letters, H before N, for
     which XLA on CPU writes the whole kernel anew, transposed, in every call."""
-    return jnp.tensordot(tokens, kernel, axes=len(_inputs_and_outputs(equation)[0]))
+    axes = len(_inputs_and_outputs(equation)[0])
+    return jnp.tensordot(tokens, kernel, axes=axes, preferred_element_type=accumulated)
 
 
 def _inputs_and_outputs(equation: str) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model.int8 import require_unrounded
 from wedlm_jax.model.parameters import params_of, transformer_from
 
 
@@ -30,8 +31,9 @@ def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelC
     kept in the dtype of W; as they are where there is no adapter.
 
     Raises:
-      UserError: the adapter works on mask rows alone, which no single W can do.
+      UserError: the adapter works on mask rows alone, which no single W can do; or the weights were rounded to int8.
     """
+    require_unrounded(config)
     base, pairs = split_adapter(params)
     if config.adapter is None:
         return config, base

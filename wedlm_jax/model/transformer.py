@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, overload
 
 import chex
@@ -53,6 +54,7 @@ class Transformer(nnx.Module):
     @staticmethod
     def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
         D, V = config.hidden_size, config.vocab_size
+        config = dataclasses.replace(config, kernel_dtype=None)  # rounded, it would cost most and gain least
         return Linear(config, "TD,VD->TV", (V, D), ("vocab", "embed"), stddev=D**-0.5, rngs=rngs)
 
     @staticmethod

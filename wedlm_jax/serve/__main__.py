@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -24,7 +24,7 @@ from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine
 from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, parse
+from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse
 from wedlm_jax.serve.http import Server
 from wedlm_jax.serve.service import Service
 from wedlm_jax.sharding import ONE_DEVICE
@@ -53,8 +53,7 @@ class Serve:
     """Requests that may wait; more are refused with status 429."""
     steps: int = 4
     """Forwards between two looks at who has come, left or finished: fewer stream in smaller pieces, more cost the host less."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
 
 

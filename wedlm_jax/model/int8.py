@@ -1,0 +1,69 @@
+"""A model whose layers hold their kernels in int8: half of the bytes of bfloat16, which is what a forward over few tokens takes
+on an accelerator. For decoding: nothing trains, saves or exports such a model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.handle import Model
+from wedlm_jax.model.parameters import param_axes, param_shapes, params_of, transformer_from
+from wedlm_jax.ops.int8 import to_int8
+from wedlm_jax.sharding import param_shardings
+
+
+def rounded(config: ModelConfig, params: dict[str, jax.Array]) -> tuple[ModelConfig, dict[str, jax.Array]]:
+    """Config and parameters with the kernels of all layers in int8. All else stays: embeddings, output layer, norms, biases, and
+    an adapter beside them."""
+    config = dataclasses.replace(config, kernel_dtype="int8")
+    shapes = param_shapes(config)
+    found = dict(params)
+    for name, x in params.items():
+        if (scale := shapes.get(f"{name}_scale")) is not None:
+            inputs = range(1, 1 + x.ndim - scale.ndim)  # behind the axis of layers
+            found[name], found[f"{name}_scale"] = jax.jit(to_int8, static_argnums=1)(x, tuple(inputs))
+    return config, found
+
+
+def in_int8(model: Model, mesh: Mesh | None = None) -> Model:
+    """The model `rounded`, on the devices of `mesh`, or on the first one. What was measured of the model goes on to hold."""
+    config, params = rounded(model.config, params_of(model.transformer))
+    on_host = {name: np.asarray(x) for name, x in params.items()}
+    if mesh is None:
+        placed = {name: jnp.asarray(x) for name, x in on_host.items()}
+    else:
+        shapes = {name: x.shape for name, x in on_host.items()}
+        shardings = param_shardings(mesh, param_axes(config), shapes)
+        placed = {name: jax.device_put(x, shardings[name]) for name, x in on_host.items()}
+    return dataclasses.replace(model, config=config, transformer=transformer_from(config, placed))
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Inside, arrays are made in the memory of the host: a model that is to be rounded need not fit on an accelerator.
+
+    Raises:
+      UserError: jax was told to do without the host.
+    """
+    try:
+        [host, *_] = jax.local_devices(backend="cpu")
+    except RuntimeError:
+        raise UserError(
+            "dtype=int8 rounds the weights on the host, which JAX_PLATFORMS leaves out; add it: JAX_PLATFORMS=cuda,cpu"
+        ) from None
+    with jax.default_device(host):
+        yield
+
+
+def require_unrounded(config: ModelConfig) -> None:
+    """Raises a `UserError` where the kernels are int8: what they were rounded from is what is saved and exported."""
+    if config.kernel_dtype is not None:
+        raise UserError("the weights of this model were rounded to int8 for decoding; load it without dtype=int8")
