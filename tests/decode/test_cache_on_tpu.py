@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.forward_for_gpu import STARTED, operations
 from tests.conftest import FULL
 from tests.decode.absent import compiled_for
 from tests.optimized import optimized  # noqa: F401  for every test of this file
@@ -19,7 +20,7 @@ from wedlm_jax.engine import programs
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.parameters import init_params, param_shapes, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.ops.attention import trial
@@ -94,6 +95,24 @@ def test_over_several_chips_no_cache_is_copied_or_gathered(sizes, monkeypatch):
     assert held != state.cache.k.shape and "attend_window" in text
     assert_no_copy_of_cache(text, jax.tree.map(lambda x: jax.ShapeDtypeStruct(held, x.dtype), state.cache))
     assert f"bf16[{','.join(map(str, state.cache.k.shape))}]" not in text
+
+
+def test_kernels_of_int8_become_bfloat16_inside_the_products(monkeypatch):
+    monkeypatch.setattr(rooms, "LARGE", 2**40)
+    monkeypatch.setattr(trial, "failure", lambda *_: None)
+    int8 = dataclasses.replace(MODEL, kernel_dtype="int8")
+    config = DecodeConfig("verified", max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
+    chip = absent_devices.devices("v5e:1x1")
+    _, loop, _ = compiled_for(chip, MeshConfig(1, 1, 1), int8, config, rows=ROWS, prompt=PROMPT)
+    text = loop.compile().as_text()
+    rounded = [x.shape for x in param_shapes(int8).values() if x.dtype == jnp.int8]
+    stacks = [",".join(map(str, shape)) for shape in rounded]
+    assert all(f"s8[{stack}]" in text for stack in stacks), "the search can find"
+    assert [stack for stack in stacks if f"bf16[{stack}]" in text] == [], "before the loop, once and for all"
+    layer = tuple(f"bf16[{','.join(map(str, sizes))}]" for shape in rounded for sizes in (shape[1:], (1, *shape[1:])))
+    of_layers = [result for result, operation, _ in operations(text) if operation in STARTED]
+    # S(1) is the chip's own memory, which costs no bandwidth; here a layer's k and v fit there.
+    assert of_layers and [result for result in of_layers if result.startswith(layer) and "S(1)" not in result] == []
 
 
 @pytest.mark.parametrize("together", [1, 4])

@@ -113,7 +113,10 @@ def test_kernels_of_int8_become_bfloat16_inside_the_products(compiled, gpus):
     rounded = tuple(weight.replace("bf16", "s8") for weight in weight_shapes(gpus))
     body = body_of_loop(loop)
     assert any(weight in body for weight in rounded), "the search can find"
-    assert [result for result, _ in written_in(body) if result.startswith((*weight_shapes(gpus), *rounded))] == []
+    before = re.search(r"^ENTRY .*?^\}", loop, re.M | re.S)[0]
+    for computation in (body, before):
+        written = [result for result, _ in written_in(computation)]
+        assert [result for result in written if result.startswith((*weight_shapes(gpus), *rounded))] == []
     assert " conditional(" not in loop and len(re.findall(r" while\(", loop)) == 1
 
 
