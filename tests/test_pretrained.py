@@ -54,7 +54,7 @@ def test_a_directory_loads_with_its_kernels_rounded_to_int8(tmp_path, mesh):
     write_calibration(
         tmp_path / "model", found := Calibration(0.3, 0.02, 8, 0.01, 0.005, 100, 3.0), load(tmp_path / "model")
     )
-    exact, int8 = load(tmp_path / "model"), load(tmp_path / "model", "int8", mesh=mesh)
+    exact, int8 = load(tmp_path / "model"), load(tmp_path / "model", jnp.int8 if mesh else "int8", mesh=mesh)
     assert (int8.config.kernel_dtype, int8.config.dtype) == ("int8", "float32")
     assert int8.calibration == exact.calibration == found and (int8.mesh is None) == (mesh is None)
     (_, expected), held = rounded(exact.config, params_of(exact.transformer)), params_of(int8.transformer)

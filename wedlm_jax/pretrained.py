@@ -71,7 +71,7 @@ def load(
     """
     if isinstance(mesh, MeshConfig):
         mesh = mesh_of_first(mesh)
-    if dtype == "int8":
+    if dtype in ("int8", jnp.int8):
         with on_host():
             exact = load(path, None, mask_token_id, adapter=adapter)
         return in_int8(exact, mesh)

@@ -64,7 +64,9 @@ def test_default_dtype_on_cpu_is_float32(monkeypatch):
 
 
 def test_unknown_dtype_is_refused():
-    with pytest.raises(UserError, match="dtype=float16 is not implemented; choose float32 or bfloat16"):
+    with pytest.raises(
+        UserError, match="dtype=float16 is not implemented; choose float32, bfloat16 or, for decoding, int8"
+    ):
         load_hf(ORACLE / "qwen3_plain" / "model", "float16")
 
 

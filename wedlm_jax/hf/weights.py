@@ -57,7 +57,7 @@ def resolve_dtype(dtype: Any) -> DType:
     except TypeError:
         name = str(dtype)
     if name not in ("float32", "bfloat16"):
-        raise UserError(f"dtype={name} is not implemented; choose float32 or bfloat16")
+        raise UserError(f"dtype={name} is not implemented; choose float32, bfloat16 or, for decoding, int8")
     return name
 
 
