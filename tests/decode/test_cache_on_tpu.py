@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ MODEL = ModelConfig(
     vocab_size=512, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=128,
     dtype="bfloat16", param_dtype="bfloat16",
 )  # fmt: skip
+WIDE = dataclasses.replace(MODEL, hidden_size=2048, intermediate_size=6144, num_layers=3, num_heads=16, num_kv_heads=8)
 ROWS, PROMPT, NEW = 8, 1024, 1024
 
 
@@ -95,6 +97,26 @@ def test_over_several_chips_no_cache_is_copied_or_gathered(sizes, monkeypatch):
     assert held != state.cache.k.shape and "attend_window" in text
     assert_no_copy_of_cache(text, jax.tree.map(lambda x: jax.ShapeDtypeStruct(held, x.dtype), state.cache))
     assert f"bf16[{','.join(map(str, state.cache.k.shape))}]" not in text
+
+
+@pytest.fixture
+def as_tpus(monkeypatch):
+    """This machine's devices, over which weights are laid out first, taken for TPUs."""
+    monkeypatch.setattr(trial, "failure", lambda *_: None)
+    monkeypatch.setattr(rooms, "CPU", ())
+    monkeypatch.setattr(rooms, "TPUS", ("cpu",))
+
+
+def test_decoding_one_token_at_a_time_copies_no_weights_and_multiplies_in_the_matrix_unit(as_tpus):
+    config = DecodeConfig("ar", max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
+    chip = absent_devices.devices("v5e:1x1")
+    _, lowered, _ = compiled_for(chip, MeshConfig(1, 1, 1), WIDE, config, rows=1, prompt=PROMPT)
+    text = lowered.compile().as_text()
+    of_heads = rf"bf16\[{WIDE.num_layers},\d+,\d+,\d+\]\S*"
+    assert len(re.findall(of_heads, text)) > 4, "the search can find"
+    assert re.findall(rf"{of_heads} copy\(", text) == []
+    matrices = [name for name, x in param_shapes(WIDE).items() if x.ndim > 2 or name == "lm_head.kernel"]
+    assert len(matrices) == 8 and len(re.findall(r" convolution\(", text)) >= len(matrices)
 
 
 def test_kernels_of_int8_become_bfloat16_inside_the_products(monkeypatch):

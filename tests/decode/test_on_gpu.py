@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from benchmarks import forward_for_gpu
+from tests.conftest import FULL
 from tests.decode.absent import compiled_for
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
@@ -107,7 +108,7 @@ def test_a_forward_copies_no_weights_and_no_cache_and_asks_the_host_nothing(comp
     assert len(sums) <= (0 if gpus == 1 else 2 * MODEL.num_layers + 10)
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [1, 2] if FULL else [1])
 def test_kernels_of_int8_become_bfloat16_inside_the_products(compiled, gpus):
     loop, _ = compiled("verified", gpus=gpus, int8=True)
     rounded = tuple(weight.replace("bf16", "s8") for weight in weight_shapes(gpus))

@@ -55,7 +55,7 @@ def test_kernels_of_the_layers_are_rounded_and_nothing_else():
         np.testing.assert_allclose(x, before[name], atol=1e-2 * float(jnp.abs(before[name]).max()))
 
 
-def test_joined_and_turned_kernels_give_the_same_products():
+def test_kernels_that_lie_otherwise_for_decoding_give_the_same_products():
     transformer = in_int8(tiny_model()).transformer
     graph, stacked = transformer.split_stack()
     layers = [jax.tree.map(lambda x: x[0], stacked) for _ in range(2)]
@@ -65,6 +65,11 @@ def test_joined_and_turned_kernels_give_the_same_products():
     join([joined.gate_proj, joined.up_proj])
     for ours, theirs in zip(products_of([joined.gate_proj, joined.up_proj], tokens), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    queries = nnx.merge(graph, jax.tree.map(lambda x: x[0], stacked)).attention.q_proj
+    expected.append(queries.product(tokens))
+    queries.put_heads_first()
+    assert queries.kernel.shape == (TINY.num_heads, TINY.hidden_size, TINY.head_dim)
+    np.testing.assert_allclose(queries.product(tokens), expected[2], rtol=1e-5, atol=1e-5)
     plain.up_proj.turn()
     assert plain.up_proj.kernel[...].dtype == jnp.int8
     np.testing.assert_allclose(plain.up_proj.product(tokens), expected[1], rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.layers import Linear
 from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
 from wedlm_jax.model.patterns import CachedWindow, of_read
-from wedlm_jax.model.weights import Weights, with_layers_apart
+from wedlm_jax.model.weights import Weights, with_heads_first, with_layers_apart
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 from .tiny import TINY, params
@@ -56,15 +56,17 @@ def test_layers_apart_compute_what_their_stack_computes(config):
     stacked, apart, turned, joined = map(
         Weights.of, (transformer, *(with_layers_apart(transformer, **way) for way in ways))
     )
+    heads_first = Weights.of(with_heads_first(transformer))
     expected, expected_cache = window(stacked, tokens, masked)
     atol = 0.05 if config.dtype == "bfloat16" else 1e-5
     read = jnp.array([[3, 1], [0, 2], [1, 1]])
-    for weights, of_these in itertools.product((apart, turned, joined, stacked), (None, read)):
+    for weights, of_these in itertools.product((apart, turned, joined, heads_first, stacked), (None, read)):
         hidden, cache = window(weights, tokens, masked, of_these)
         wanted = of_read(CachedWindow(LENGTH, of_these), expected)
         np.testing.assert_allclose(np.asarray(hidden, np.float32), np.asarray(wanted, np.float32), atol=atol)
-        caches = [cache] if weights is stacked else cache
-        assert len(caches) == (1 if weights is stacked else config.num_layers)
+        in_stack = weights in (stacked, heads_first)
+        caches = [cache] if in_stack else cache
+        assert len(caches) == (1 if in_stack else config.num_layers)
         for name in "kv":
             found = jnp.concatenate([getattr(of_layer, name) for of_layer in caches]).astype(jnp.float32)
             np.testing.assert_allclose(found, getattr(expected_cache, name).astype(jnp.float32), atol=atol)
@@ -124,6 +126,21 @@ def test_over_a_mesh_the_stack_stays_and_its_devices_share_the_work(monkeypatch)
     assert weights.mesh == mesh
     with weights.transformer() as transformer:
         assert not isinstance(transformer.layers, nnx.List)
+
+
+def test_on_tpus_the_heads_of_a_stack_come_first_and_are_cut_as_before(monkeypatch):
+    monkeypatch.setattr(rooms, "CPU", ())
+    monkeypatch.setattr(rooms, "TPUS", ("cpu",))
+    given, mesh = params(TINY), make_mesh(MeshConfig(tensor=2, fsdp=4))
+    shardings = param_shardings(mesh, param_axes(TINY), {name: x.shape for name, x in given.items()})
+    transformer = transformer_from(TINY, jax.device_put(given, shardings))
+    with Weights.of(transformer).transformer() as decoding:
+        laid_out = {
+            name: getattr(decoding.layers.attention, name).kernel[...] for name in ("q_proj", "k_proj", "o_proj")
+        }
+        assert [x.shape for x in laid_out.values()] == [(2, 4, 16, 6), (2, 2, 16, 6), (2, 4, 6, 16)]
+        assert laid_out["q_proj"].sharding.shard_shape((2, 4, 16, 6)) == (2, 2, 4, 6)
+    assert transformer.layers.attention.q_proj.kernel.shape == (2, 16, 4, 6), "the model keeps its own"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from wedlm_jax.model.rope import apply_rope
 from wedlm_jax.ops.int8 import to_int8
 from wedlm_jax.ops.rms_norm import rms_norm
 from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
+from wedlm_jax.ops.single_row import by_matrix_unit
 from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.ops.tiles import by_tiles
 from wedlm_jax.sharding import constrain
@@ -47,7 +48,8 @@ class Linear(nnx.Module):
         target: Target | None = None,
         rngs: nnx.Rngs,
     ):
-        self.equation, self.dtype, self.turned, self.joined = equation, config.dtype, False, False
+        self.equation, self.dtype = equation, config.dtype
+        self.turned = self.joined = self.heads_first = False
         init = nnx.initializers.normal(stddev)
         kernel, inputs = init(rngs.params(), shape, config.param_dtype), len(_inputs_and_outputs(equation)[0])
         kernel_scale, self.outputs = None, shape[inputs:]
@@ -76,16 +78,27 @@ class Linear(nnx.Module):
         self.turned = True
         self.kernel = nnx.Param(kernel.reshape(math.prod(kernel.shape[:inputs]), -1).T)
 
+    def put_heads_first(self) -> None:
+        """From now on the kernel of queries, keys or values is [N, D, H], in the stack of all layers too. A TPU lays arrays out
+        by tiles of their last two axes, and multiplies with tiles of D and H: the stack of what is [D, N, H] it would write anew
+        in every call of a program. For layers that decode, as `turn`."""
+        self.heads_first = True
+        self.kernel = nnx.Param(jnp.swapaxes(self.kernel[...], -3, -2))
+
     def product(self, tokens: jax.Array) -> jax.Array:
         """With the kernel alone, however it lies."""
         kernel = self.kernel[...].astype(self.dtype)  # of int8: on accelerators XLA does so as the product reads it
         if self.turned:
             y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel)
-        elif self.kernel_scale is None:
-            return _product(self.equation, tokens, kernel)
-        else:
-            y = _product(self.equation, tokens, kernel, jnp.float32)
-        return self._in_dtype(y.reshape(len(tokens), *self.outputs))
+            return self._in_dtype(y.reshape(len(tokens), *self.outputs))
+        accumulated = None if self.kernel_scale is None else jnp.float32
+
+        def product(tokens: jax.Array) -> jax.Array:
+            if self.heads_first:
+                return jnp.einsum("TD,NDH->TNH", tokens, kernel, preferred_element_type=accumulated)
+            return _product(self.equation, tokens, kernel, accumulated)
+
+        return self._in_dtype(by_matrix_unit(product, tokens))
 
     def _in_dtype(self, y: jax.Array) -> jax.Array:
         """A product as it comes, with the scale of its outputs, rounded once."""

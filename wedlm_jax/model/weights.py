@@ -20,7 +20,7 @@ from wedlm_jax.sharding import on_mesh
 
 log = logging.getLogger(__name__)
 
-CPU, GPUS = ("cpu",), ("gpu", "cuda", "rocm")  # as jax calls the platform of a device
+CPU, GPUS, TPUS = ("cpu",), ("gpu", "cuda", "rocm"), ("tpu",)  # as jax calls the platform of a device
 
 # Parameters of the layers from which on a CPU they are held apart. Fewer are copied in no time, and compile sooner in a scan.
 LARGE = 2**20
@@ -61,7 +61,8 @@ class Weights:
     @classmethod
     def of(cls, transformer: Transformer, rows: int = 1) -> Weights:
         """On a CPU that computes alone, with large layers apart; for forwards over so many rows of tokens or more, turned. On
-        GPUs with layers apart where there is room for a copy of them; on one that computes alone, joined."""
+        GPUs with layers apart where there is room for a copy of them; on one that computes alone, joined. On TPUs with heads
+        first in the kernels that have them."""
         mesh = mesh_of(nnx.state(transformer))
         if _gains_from_layers_apart(transformer, mesh):
             transformer = with_layers_apart(
@@ -69,6 +70,8 @@ class Weights:
                 turned=gains_from_turned_kernels(transformer, rows),
                 joined=mesh is None and _lie_on(jax.tree.leaves(nnx.state(transformer.layers)), GPUS),
             )
+        elif _lie_on(jax.tree.leaves(nnx.state(transformer.layers)), TPUS):
+            transformer = with_heads_first(transformer)
         graph, state = nnx.split(transformer)
         arrays, tree = jax.tree.flatten(state)
         structure = Structure(graph, tree, mesh)
@@ -163,6 +166,16 @@ def with_layers_apart(transformer: Transformer, turned: bool = False, joined: bo
             layer.join()
     transformer = nnx.merge(*nnx.split(transformer))
     transformer.layers = nnx.List(apart)
+    return transformer
+
+
+def with_heads_first(transformer: Transformer) -> Transformer:
+    """The same transformer, with copies of the kernels of queries, keys and values (`Linear.put_heads_first`), in the place of
+    those that every call of a program would make."""
+    transformer = nnx.merge(*nnx.split(transformer))
+    for _, module in nnx.iter_modules(transformer.layers):
+        if isinstance(module, Linear) and len(module.outputs) > 1:
+            module.put_heads_first()
     return transformer
 
 
