@@ -14,7 +14,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 from unittest import mock
 
@@ -45,6 +45,7 @@ FORMS: dict[str, tuple[bool, bool, Implementation]] = {
     "layers apart, split kernel": (True, False, "auto"),
     "layers apart, joined, split kernel": (True, True, "auto"),
 }
+Layout = Callable[[Transformer], Transformer]
 STARTED = ("fusion", "fusion-start", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
 INSIDE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(")
@@ -65,16 +66,20 @@ class Flags:
 @entry
 def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
-    model = config_of(flags, "auto")
-    params = jax.eval_shape(lambda: init_params(model, 0))
-    nbytes = sum(x.size * x.dtype.itemsize for x in params.values())
-    chip = chip_of(canonical(flags.topology))
     print_table(
-        f"{flags.topology}; {flags.shape}, bfloat16{', int8 kernels' * flags.int8}, {nbytes / 1e9:.1f} GB of weights, to read "
-        f"them once takes {1e3 * nbytes / chip.hbm_bandwidth:.1f} ms; {flags.rows} rows of {flags.window} slots, a cache of "
-        f"{flags.slots}",
+        described(flags) + f"; a window of {flags.window}",
         ("", "GB of weights copied", "kernels", "waits for the host", "MB of temporaries", "s to compile"),
         (row(name, flags, *FORMS[name]) for name in FORMS),
+    )
+
+
+def described(flags: Flags) -> str:
+    params = jax.eval_shape(lambda: init_params(config_of(flags, "auto"), 0))
+    nbytes = sum(x.size * x.dtype.itemsize for x in params.values())
+    chip = chip_of(canonical(flags.topology))
+    return (
+        f"{flags.topology}; {flags.shape}, bfloat16{', int8 kernels' * flags.int8}, {nbytes / 1e9:.1f} GB of weights, to read "
+        f"them once takes {1e3 * nbytes / chip.hbm_bandwidth:.1f} ms; rows: {flags.rows}, a cache of {flags.slots}"
     )
 
 
@@ -85,24 +90,14 @@ def config_of(flags: Flags, attention: Implementation) -> ModelConfig:
     )
 
 
-def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implementation) -> tuple[str, ...]:
-    model = config_of(flags, attention)
+def compiled_forward(flags: Flags, model: ModelConfig, layout: Layout) -> jax.stages.Compiled:
+    """A loop of FORWARDS forwards over a window, by a transformer that `layout` has laid out."""
     mesh = make_mesh(MeshConfig(data=1), devices(canonical(flags.topology)))
-
-    def transformer() -> Transformer:
-        built = transformer_from(model, init_params(model, 0))
-        if apart:
-            graph, stacked = built.split_stack()
-            layers = (jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(model.num_layers))
-            built.layers = nnx.List([nnx.merge(graph, layer) for layer in layers])
-            for layer in built.layers if joined else ():
-                layer.join()
-        return built
 
     def there(tree):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), tree)
 
-    graph, state = nnx.split(nnx.eval_shape(transformer))
+    graph, state = nnx.split(nnx.eval_shape(lambda: layout(transformer_from(model, init_params(model, 0)))))
     arrays, tree = jax.tree.flatten(state)
     weights = Weights([there(x) for x in arrays], Structure(graph, tree, mesh))
 
@@ -123,9 +118,24 @@ def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implement
 
     tokens, length = jnp.zeros((flags.rows, flags.window), jnp.int32), jnp.zeros(flags.rows, jnp.int32)
     given = weights, there(tokens), there(length), there(jax.eval_shape(empty_cache, weights))
+    with mock.patch.object(trial, "failure", lambda *_: None):  # as on a device where the kernel is right
+        return jax.jit(run, donate_argnums=3).lower(*given).compile()
+
+
+def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implementation) -> tuple[str, ...]:
+    model = config_of(flags, attention)
+
+    def layout(transformer: Transformer) -> Transformer:
+        if apart:
+            graph, stacked = transformer.split_stack()
+            layers = (jax.tree.map(lambda x, layer=layer: x[layer], stacked) for layer in range(model.num_layers))
+            transformer.layers = nnx.List([nnx.merge(graph, layer) for layer in layers])
+            for layer in transformer.layers if joined else ():
+                layer.join()
+        return transformer
+
     start = time.monotonic()
-    with mock.patch.object(trial, "failure", lambda *_: None):  # as on a GPU where the kernel is right
-        compiled = jax.jit(run, donate_argnums=3).lower(*given).compile()
+    compiled = compiled_forward(flags, model, layout)
     seconds = time.monotonic() - start
     params = jax.eval_shape(lambda: init_params(model, 0))
     matrices = {x.shape[1:] for name, x in params.items() if name.startswith("layers.") and x.ndim > 2}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import forward_for_tpu
 from benchmarks.forward_for_gpu import STARTED, operations
 from tests.conftest import FULL
 from tests.decode.absent import compiled_for
@@ -117,6 +118,17 @@ def test_decoding_one_token_at_a_time_copies_no_weights_and_multiplies_in_the_ma
     assert re.findall(rf"{of_heads} copy\(", text) == []
     matrices = [name for name, x in param_shapes(WIDE).items() if x.ndim > 2 or name == "lm_head.kernel"]
     assert len(matrices) == 8 and len(re.findall(r" convolution\(", text)) >= len(matrices)
+
+
+@pytest.mark.skipif(not FULL, reason="compiles six forwards; launch/test.sh --full")
+def test_the_benchmark_of_a_forward_finds_what_the_layout_and_the_matrix_unit_save(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["forward_for_tpu"])
+    forward_for_tpu.main()
+    cells = [line.split("|")[2:-1] for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert [int(window) for window, *_ in cells] == 3 * [1] + 3 * [16]
+    forward, call, temporaries = ([float(line[column]) for line in cells] for column in (1, 2, 3))
+    assert forward[0] > 1.5 * forward[2] and forward[5] < 1.2 * forward[2]
+    assert call[1] > call[2] == call[5] == 0 and temporaries[3] > 100 > temporaries[5]
 
 
 def test_kernels_of_int8_become_bfloat16_inside_the_products(monkeypatch):
