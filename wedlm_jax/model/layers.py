@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from wedlm_jax.model.adapter import Target
 from wedlm_jax.model.config import ModelConfig
@@ -95,7 +96,9 @@ class Linear(nnx.Module):
 
         def product(tokens: jax.Array) -> jax.Array:
             if self.heads_first:
-                return jnp.einsum("TD,NDH->TNH", tokens, kernel, preferred_element_type=accumulated)
+                # So that XLA asks no other order of the stack, for many tokens neither.
+                as_it_lies = with_layout_constraint(kernel, Layout(major_to_minor=(0, 1, 2)))
+                return jnp.einsum("TD,NDH->TNH", tokens, as_it_lies, preferred_element_type=accumulated)
             return _product(self.equation, tokens, kernel, accumulated)
 
         return self._in_dtype(by_matrix_unit(product, tokens))
