@@ -89,22 +89,18 @@ class Linear(nnx.Module):
     def product(self, tokens: jax.Array) -> jax.Array:
         """With the kernel alone, however it lies."""
         kernel = self.kernel[...].astype(self.dtype)  # of int8: on accelerators XLA does so as the product reads it
-        if self.turned:
-            y = rows_by_matrix(tokens.reshape(len(tokens), -1), kernel)
-            return self._in_dtype(y.reshape(len(tokens), *self.outputs))
         accumulated = None if self.kernel_scale is None else jnp.float32
 
         def product(tokens: jax.Array) -> jax.Array:
+            if self.turned:
+                return rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).reshape(len(tokens), *self.outputs)
             if self.heads_first:
                 # So that XLA asks no other order of the stack, for many tokens neither.
                 as_it_lies = with_layout_constraint(kernel, Layout(major_to_minor=(0, 1, 2)))
                 return jnp.einsum("TD,NDH->TNH", tokens, as_it_lies, preferred_element_type=accumulated)
             return _product(self.equation, tokens, kernel, accumulated)
 
-        return self._in_dtype(by_matrix_unit(product, tokens))
-
-    def _in_dtype(self, y: jax.Array) -> jax.Array:
-        """A product as it comes, with the scale of its outputs, rounded once."""
+        y = by_matrix_unit(product, tokens)
         return (y if self.kernel_scale is None else y * self.kernel_scale[...]).astype(self.dtype)
 
     def biased(self, y: jax.Array) -> jax.Array:
@@ -153,10 +149,8 @@ def products_of(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]
     """`Linear.product` of each, of layers that read the same tokens, joined or not."""
     if not linears[0].joined:
         return [linear.product(tokens) for linear in linears]
-    first, sizes = linears[0], [math.prod(linear.outputs) for linear in linears]
-    accumulated = None if first.kernel_scale is None else jnp.float32
-    y = jnp.matmul(tokens, first.kernel[...].astype(first.dtype), preferred_element_type=accumulated)
-    parts = jnp.split(first._in_dtype(y), np.cumsum(sizes)[:-1], axis=1)
+    sizes = [math.prod(linear.outputs) for linear in linears]
+    parts = jnp.split(linears[0].product(tokens), np.cumsum(sizes)[:-1], axis=1)
     return [y.reshape(len(tokens), *linear.outputs) for linear, y in zip(linears, parts, strict=True)]
 
 
