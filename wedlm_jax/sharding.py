@@ -185,6 +185,20 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
 
 
+def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Array:
+    """A parameter as a product with a batch of so many rows takes it: gathered along the axes that are cut over the devices which
+    the rows are cut over too. Outside `on_mesh`, or where the mesh does not divide the rows, the parameter itself.
+
+    XLA gathers it anyway. But on TPU, where nobody says so, it cuts the product in as many parts as there are devices, to compute with
+    each as it arrives: narrow ones, which take more than twice the cycles of the whole (benchmarks/RESULTS.md, "A training step on a
+    TPU"), to hide traffic that lasts a tenth of that.
+    """
+    over = axes_over("batch", batch)
+    if not over:
+        return param
+    return constrain(param, *(None if set(over).intersection(RULES.get(axis, ())) else axis for axis in axes))
+
+
 def attend_over_mesh(
     attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, rows: Any = None
 ) -> jax.Array:

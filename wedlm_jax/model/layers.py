@@ -22,7 +22,7 @@ from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 from wedlm_jax.ops.single_row import by_matrix_unit
 from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.ops.tiles import by_tiles
-from wedlm_jax.sharding import constrain
+from wedlm_jax.sharding import constrain, whole_for_batch
 
 # The rows to which an adapter applies: none, all, or those where bool [B, L] is True.
 AdaptedRows = bool | jax.Array
@@ -49,7 +49,7 @@ class Linear(nnx.Module):
         target: Target | None = None,
         rngs: nnx.Rngs,
     ):
-        self.equation, self.dtype = equation, config.dtype
+        self.equation, self.axes, self.dtype = equation, axes, config.dtype
         self.turned = self.joined = self.heads_first = False
         init = nnx.initializers.normal(stddev)
         kernel, inputs = init(rngs.params(), shape, config.param_dtype), len(_inputs_and_outputs(equation)[0])
@@ -83,12 +83,16 @@ class Linear(nnx.Module):
         """From now on the kernel of queries, keys or values is [N, D, H], in the stack of all layers too. A TPU lays arrays out
         by tiles of their last two axes, and multiplies with tiles of D and H: the stack of what is [D, N, H] it would write anew
         in every call of a program. For layers that decode, as `turn`."""
-        self.heads_first = True
+        inputs, heads, head_dim = self.axes
+        self.heads_first, self.axes = True, (heads, inputs, head_dim)
         self.kernel = nnx.Param(jnp.swapaxes(self.kernel[...], -3, -2))
 
-    def product(self, tokens: jax.Array) -> jax.Array:
-        """With the kernel alone, however it lies."""
-        kernel = self.kernel[...].astype(self.dtype)  # of int8: on accelerators XLA does so as the product reads it
+    def product(self, tokens: jax.Array, batch: int = 1) -> jax.Array:
+        """Of tokens [T, ...] with the kernel alone, however it lies; `batch`: the rows that they are of."""
+        kernel = self.kernel[...]
+        # Gathered as what is narrower. Of int8: on accelerators XLA widens it as the product reads it.
+        kernel = kernel if self.kernel_scale is not None else kernel.astype(self.dtype)
+        kernel = whole_for_batch(kernel, self.axes, batch).astype(self.dtype)
         accumulated = None if self.kernel_scale is None else jnp.float32
 
         def product(tokens: jax.Array) -> jax.Array:
@@ -119,7 +123,7 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
     """The outputs of layers that read the same x [B, L, ...]. Their products with A are one: narrow ones cost as much each."""
     # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
     tokens = x.reshape(-1, *x.shape[2:])
-    outputs = [linear.biased(y) for linear, y in zip(linears, products_of(linears, tokens), strict=True)]
+    outputs = [linear.biased(y) for linear, y in zip(linears, products_of(linears, tokens, len(x)), strict=True)]
     pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
     if adapted is not False and pairs:
         a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
@@ -145,10 +149,10 @@ def join(linears: Sequence[Linear]) -> None:
         linear.joined = True
 
 
-def products_of(linears: Sequence[Linear], tokens: jax.Array) -> list[jax.Array]:
+def products_of(linears: Sequence[Linear], tokens: jax.Array, batch: int = 1) -> list[jax.Array]:
     """`Linear.product` of each, of layers that read the same tokens, joined or not."""
     if not linears[0].joined:
-        return [linear.product(tokens) for linear in linears]
+        return [linear.product(tokens, batch) for linear in linears]
     sizes = [math.prod(linear.outputs) for linear in linears]
     parts = jnp.split(linears[0].product(tokens), np.cumsum(sizes)[:-1], axis=1)
     return [y.reshape(len(tokens), *linear.outputs) for linear, y in zip(linears, parts, strict=True)]
