@@ -10,20 +10,18 @@ arithmetic, not of reading weights, and of no kernel. Those of a call are spent 
 from __future__ import annotations
 
 import dataclasses
-import re
 from unittest import mock
 
 import tyro
 
 from benchmarks import shapes
-from benchmarks.forward_for_gpu import FORWARDS, INSIDE, Flags, Layout, compiled_forward, config_of, described
+from benchmarks.cycles import operations
+from benchmarks.forward_for_gpu import FORWARDS, Flags, Layout, compiled_forward, config_of, described
 from benchmarks.side_by_side import print_table
 from wedlm_jax.errors import entry
 from wedlm_jax.model.weights import with_heads_first
 from wedlm_jax.ops import single_row
-from wedlm_jax.program_costs import runs_by_computation
 
-CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # How kernels lie, and whether a single token is given to the matrix unit.
 FORMS: dict[str, tuple[Layout, bool]] = {
     "as trained, products as XLA makes them": (lambda transformer: transformer, False),
@@ -67,16 +65,9 @@ def row(name: str, flags: Flags) -> tuple[str, ...]:
 
 def cycles(text: str) -> tuple[float, int]:
     """Of a forward, and of what a call does before and behind its forwards."""
-    computations = runs_by_computation(text)
-    inside = {name for lines, _ in computations.values() for line in lines for name in INSIDE.findall(line)}
-    of_forwards = of_call = 0
-    for name, (lines, times) in computations.items():
-        if name not in inside:
-            found = times * sum(int(count) for line in lines for count in CYCLES.findall(line))
-            of_forwards, of_call = (
-                (of_forwards + found, of_call) if times >= FORWARDS else (of_forwards, of_call + found)
-            )
-    return of_forwards / FORWARDS, of_call
+    found = list(operations(text))
+    of_forwards = sum(one.cycles for one in found if one.runs >= FORWARDS)
+    return of_forwards / FORWARDS, sum(one.cycles for one in found) - of_forwards
 
 
 if __name__ == "__main__":

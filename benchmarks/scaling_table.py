@@ -137,6 +137,7 @@ def compute(experiment: Experiment, kind: str, chips: int, row_flops: float) -> 
     held = (
         16 * params / chips  # parameters, gradients and two moments, all float32
         + 2 * positions * config.hidden_size * config.num_layers  # the input of each layer, bfloat16
+        + positions * config.num_heads * (2 * config.head_dim + 4) * config.num_layers  # what attention puts out, and its sums
         + 2 * 2 * layer  # a layer gathered, and the next one
         + 2 * head + 4 * head  # the head gathered, and its gradient before it is cut up again
         + 3 * 4 * 512 * config.vocab_size  # the logits of a chunk and what their gradient needs

@@ -29,6 +29,6 @@ def qwen25_7b_cpt() -> Experiment:
             qkv_bias=True,
             qk_norm=False,
             dtype="bfloat16",
-            remat="full",
+            remat="attention",
         ),
     )

@@ -34,7 +34,7 @@ def qwen3_0p6b_sft() -> Experiment:
             max_position_embeddings=40_960,
             tie_word_embeddings=True,
             dtype="bfloat16",
-            remat="full",
+            remat="attention",
         ),
         data=DataConfig(source="chat", row_length=4096, num_groups=8),
         objective=ObjectiveConfig(block_size=32),

@@ -24,6 +24,8 @@ def qwen3_8b_adapter() -> Experiment:
         small,
         name="qwen3_8b_adapter",
         init_from=large.init_from,
-        model=dataclasses.replace(large.model, param_dtype="bfloat16", adapter=AdapterConfig(rank=16, alpha=32.0)),
+        model=dataclasses.replace(
+            large.model, remat="full", param_dtype="bfloat16", adapter=AdapterConfig(rank=16, alpha=32.0)
+        ),
         data=dataclasses.replace(large.data, row_length=2048),
     )

@@ -37,7 +37,7 @@ def qwen3_8b_cpt() -> Experiment:
             head_dim=128,
             max_position_embeddings=32_768,
             dtype="bfloat16",
-            remat="full",
+            remat="attention",
         ),
         data=DataConfig(
             source="mixture",

@@ -32,7 +32,7 @@ CONFIG = {
     "an unknown section": Case(f"{TRAIN} zzz=3", "unknown field zzz; the sections are model, "),
     "no assignment": Case(f"{TRAIN} train.steps", "'train.steps' is not an override; write section.field=value"),
     "a number that is none": Case(f"{TRAIN} train.steps=many", "train.steps='many': input should be a valid integer"),
-    "a choice that is none": Case(f"{TRAIN} model.remat=half", "model.remat='half': input should be 'none', 'dots' or"),
+    "a choice that is none": Case(f"{TRAIN} model.remat=half", "model.remat='half': input should be 'none', 'dots', "),
     "too small a number": Case(f"{TRAIN} train.steps=0", "train.steps=0 must be at least 1"),
     "a row that is not whole blocks": Case(
         f"{TRAIN} data.row_length=100", "data.row_length=100 is not a multiple of objective.block_size=16; make it one"

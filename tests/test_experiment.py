@@ -146,7 +146,7 @@ def test_an_override_is_read_as_the_type_of_its_field(assignment, read):
         ("tokenizer.vocab_size=99999999999999999999", "tokenizer.vocab_size=99999999999999999999: must fit in 32 bits"),
         ("data.num_end_tokens=4294967296", "data.num_end_tokens=4294967296: must fit in 32 bits"),
         ("train.micro_batches=3", "train.batch_size=2 is not a multiple of train.micro_batches=3"),
-        ("model.remat=perhaps", "model.remat='perhaps': input should be 'none', 'dots' or 'full'"),
+        ("model.remat=perhaps", "model.remat='perhaps': input should be 'none', 'dots', 'attention' or 'full'"),
         (
             "optimizer.schedule=cosinus",
             "optimizer.schedule='cosinus': input should be 'constant', 'cosine' or 'linear'",

@@ -205,8 +205,10 @@ def test_no_parameter_and_no_logits_are_gathered_whole():
 
 
 def test_remat_orders_the_memory_of_a_compiled_gradient():
-    """The CPU's compiler says how much a gradient needs beside its arguments: full < dots < none."""
-    tokens = jax.ShapeDtypeStruct((4, 64), jnp.int32)
+    """The CPU's compiler says how much a gradient needs beside its arguments: full < attention < dots < none."""
+    tokens = jax.ShapeDtypeStruct(
+        (1, 1024), jnp.int32
+    )  # of shorter rows attention is a plain product of which nothing is kept
 
     def temporaries(remat: str) -> int:
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8)
@@ -218,7 +220,8 @@ def test_remat_orders_the_memory_of_a_compiled_gradient():
         params = jax.eval_shape(lambda: init_params(config, 0))
         return jax.jit(jax.grad(loss)).lower(params, tokens).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries("full") < temporaries("dots") < temporaries("none")
+    needed = [temporaries(remat) for remat in ("full", "attention", "dots", "none")]
+    assert needed == sorted(set(needed))
 
 
 def test_the_memory_of_a_training_step_grows_as_its_rows_do():

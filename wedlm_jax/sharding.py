@@ -186,12 +186,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Array:
-    """A parameter as a product with a batch of so many rows takes it: gathered along the axes that are cut over the devices which
-    the rows are cut over too. Outside `on_mesh`, or where the mesh does not divide the rows, the parameter itself.
+    """A parameter as a product with a batch of so many rows takes it: gathered along the axes that are cut over devices which the
+    rows are cut over too. Outside `on_mesh`, or where the mesh does not divide the rows, the parameter itself.
 
-    XLA gathers it anyway. But on TPU, where nobody says so, it cuts the product in as many parts as there are devices, to compute with
-    each as it arrives: narrow ones, which take more than twice the cycles of the whole (benchmarks/RESULTS.md, "A training step on a
-    TPU"), to hide traffic that lasts a tenth of that.
+    XLA gathers it anyway. But on TPU, where nobody says so, it cuts the product into as many as there are devices, to compute
+    with each part as it arrives: narrow ones, which take more than twice the cycles of the whole, to hide traffic that lasts a
+    tenth of that (benchmarks/RESULTS.md, "A training step on a TPU").
     """
     over = axes_over("batch", batch)
     if not over:

@@ -64,22 +64,20 @@ def test_a_choice_is_logged_once_with_its_reason(caplog):
     ]
 
 
-def test_gradients_of_splash_are_by_one_kernel_unless_its_trial_or_the_length_of_a_row_speaks_against_it(
-    monkeypatch, caplog
-):
+def test_splash_runs_by_our_kernels_unless_their_trial_or_the_length_of_a_row_speaks_against_it(monkeypatch, caplog):
     choice.log_once.cache_clear()
     q, k, long = (jax.ShapeDtypeStruct((1, n, 2, 128), jnp.bfloat16) for n in (256, 256, 2**16))
     with caplog.at_level(logging.INFO, "wedlm_jax"):
-        assert patterns._joint_backward(q, k)  # no TPU is here to try it on
+        assert patterns._own_kernels(q, k)  # no TPU is here to try it on
         monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
         monkeypatch.setattr(trial, "failure", lambda *_: None)
-        assert patterns._joint_backward(q, k)
-        assert not patterns._joint_backward(long, long)
+        assert patterns._own_kernels(q, k)
+        assert not patterns._own_kernels(long, long)
         monkeypatch.setattr(trial, "failure", lambda kernels, *_: f"{kernels} are wrong")
-        assert not patterns._joint_backward(q, k)
+        assert not patterns._own_kernels(q, k)
     assert [record.getMessage() for record in caplog.records] == [
-        f"attention: splash's own backward kernels, because of ours: {reason}"
-        for reason in ("65536 keys of 128 are too many for a chip's memory", "gradients are wrong")
+        f"attention: splash by jax's kernels, because of ours: {reason}"
+        for reason in ("65536 keys of 128 are too many for a chip's memory", "splash are wrong")
     ]
 
 

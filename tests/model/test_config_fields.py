@@ -139,7 +139,7 @@ def test_matmul_precision_holds_in_every_product_forward_and_backward(precision,
     assert {word for pairs in found for pair in pairs for word in pair} == expected
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", ["none", "dots", "attention", "full"])
 def test_remat_recomputes_each_layer_in_the_backward_pass(remat):
     jaxpr = str(jax.make_jaxpr(training_step(dataclasses.replace(TINY, remat=remat)))(params()))
     assert ("remat" in jaxpr or "checkpoint" in jaxpr) == (remat != "none")
@@ -198,7 +198,7 @@ NAN, INF = float("nan"), float("inf")
         *(({"rms_norm_eps": x}, f"model.rms_norm_eps={x} must be 0 or more and finite") for x in (NAN, INF, -1.0)),
         ({"head_dim": 5}, "head_dim=5 is odd"),
         ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
-        ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots or full"),
+        ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots, attention or full"),
         ({"mlp_tile": 0}, "model.mlp_tile=0 is no number of tokens; give 1 or more, or none for all at once"),
         (
             {"position_embedding_type": "alibi"},

@@ -1,10 +1,12 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.model.tiny import TINY, logits_of, params
+from wedlm_jax.model import rope
 from wedlm_jax.model.patterns import Causal
 from wedlm_jax.model.rope import apply_rope, rope_angles
 
@@ -25,6 +27,22 @@ def test_rope_turns_each_pair_by_its_position():
     ours = apply_rope(jnp.asarray(x, jnp.float32), *rope_angles(jnp.asarray(positions), H, THETA))
     for row, slot, head in np.ndindex(2, 3, 2):
         np.testing.assert_allclose(ours[row, slot, head], rotate(x[row, slot, head], positions[row, slot]), atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_a_tpu_the_same_rotation_and_gradient_to_the_bit(monkeypatch, dtype):
+    random = np.random.default_rng(0)
+    x, d_out = (jnp.asarray(random.normal(size=(2, 5, 3, 64)), dtype) for _ in range(2))
+    angles = rope_angles(jnp.asarray(random.integers(0, 9000, (2, 5))), 64, 1e6)
+
+    def rotation_and_gradient():
+        out, pullback = jax.vjp(lambda x: apply_rope(x, *angles), x)
+        return out, pullback(d_out)[0]
+
+    by_halves = rotation_and_gradient()
+    monkeypatch.setattr(rope, "target_platform", lambda: "tpu")
+    for ours, theirs in zip(rotation_and_gradient(), by_halves, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_scores_depend_on_relative_positions_only():

@@ -238,7 +238,10 @@ def gradients_of(config, params, tokens):
     return jax.grad(loss)(params)
 
 
-@pytest.mark.parametrize(("remat", "mlp_tile"), [("dots", None), ("full", None), ("none", 4), ("dots", 4), ("full", 4)])
+@pytest.mark.parametrize(
+    ("remat", "mlp_tile"),
+    [("dots", None), ("attention", None), ("full", None), ("none", 4), ("dots", 4), ("attention", 4), ("full", 4)],
+)
 def test_remat_and_tiles_change_no_gradient(remat, mlp_tile):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 6)))
     plain = gradients_of(TINY, params(), tokens)

@@ -63,13 +63,13 @@ def arrays(rows, tokens, heads, kv_heads, head_dim, seed=0):
     return [np.float32(random.normal(size=shape)) for shape in shapes]
 
 
-BACKWARDS = {"joint backward": True, "splash's backward": False}
-each_backward = pytest.mark.parametrize("joint", BACKWARDS.values(), ids=BACKWARDS)
+KERNELS_OF = {"our kernels": True, "jax's": False}
+each_implementation = pytest.mark.parametrize("own", KERNELS_OF.values(), ids=KERNELS_OF)
 
 
-@functools.partial(quick_jit, static_argnames=("mask", "joint"))
-def output_and_gradients(q, k, v, d_out, segments, mask, joint=True):
-    attend = functools.partial(splash_attention, mask=mask, joint_backward=joint, interpret=True)
+@functools.partial(quick_jit, static_argnames=("mask", "own"))
+def output_and_gradients(q, k, v, d_out, segments, mask, own=True):
+    attend = functools.partial(splash_attention, mask=mask, own_kernels=own, interpret=True)
     function = lambda q, k, v: attend(q, k, v, segments)  # noqa: E731
     out, pullback = jax.vjp(function, q, k, v)
     return out, *pullback(d_out)
@@ -93,15 +93,15 @@ if FULL:
             CASES[f"{mask} {kv_heads=} {head_dim=}"] = (mask, ["ragged", "aligned", "empty"], 4, kv_heads, head_dim)
 
 
-@each_backward
+@each_implementation
 @pytest.mark.parametrize(("mask", "packings", "heads", "kv_heads", "head_dim"), CASES.values(), ids=CASES)
-def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_heads, head_dim, joint):
+def test_splash_is_dense_attention_with_gradients(mask, packings, heads, kv_heads, head_dim, own):
     block_size = getattr(mask, "block_size", 32)
     segments = np.stack([segment_ids(PACKINGS[name], mask.length, block_size) for name in packings])
     visible, real = dense(mask, segments)
     q, k, v, d_out = arrays(len(packings), mask.tokens, heads, kv_heads, head_dim)
     d_out = d_out * real[:, :, None, None]  # nothing is asked of padding
-    out, *gradients = output_and_gradients(q, k, v, d_out, segments, mask, joint)
+    out, *gradients = output_and_gradients(q, k, v, d_out, segments, mask, own)
     assert np.isfinite(out).all()
     assert_close(np.asarray(out)[real], attention(q, k, v, visible)[0][real])
     for ours, expected in zip(gradients, attention_gradients(q, k, v, visible, d_out), strict=True):
@@ -137,14 +137,14 @@ def test_bfloat16_is_as_exact_as_dense_attention_in_bfloat16(head_dim, kv_heads,
     assert max(errors) <= correctness.ALLOWED
 
 
-@each_backward
-def test_no_segments_are_one_segment(joint):
+@each_implementation
+def test_no_segments_are_one_segment(own):
     mask = TwoStreamMask(128, 8)
     q, k, v, d_out = arrays(1, mask.tokens, 2, 1, 64)
     one = np.ones((1, mask.length), np.int32)
     for ours, expected in zip(
-        output_and_gradients(q, k, v, d_out, None, mask, joint),
-        output_and_gradients(q, k, v, d_out, one, mask, joint),
+        output_and_gradients(q, k, v, d_out, None, mask, own),
+        output_and_gradients(q, k, v, d_out, one, mask, own),
         strict=True,
     ):
         np.testing.assert_array_equal(ours, expected)
@@ -162,7 +162,7 @@ def test_eight_devices_give_what_one_gives():
     @quick_jit
     def on_eight(q, k, v, d_out, segments):
         with on_mesh(mesh):
-            attend = functools.partial(splash_attention, mask=mask, joint_backward=True, interpret=True)
+            attend = functools.partial(splash_attention, mask=mask, own_kernels=True, interpret=True)
             out, pullback = jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, segments), q, k, v)
             return out, *pullback(d_out)
 
@@ -171,19 +171,19 @@ def test_eight_devices_give_what_one_gives():
         np.testing.assert_allclose(ours, wanted, atol=1e-6 * np.abs(wanted).max())
 
 
-@each_backward
-def test_a_remat_policy_keeps_the_residuals(joint):
+@each_implementation
+def test_a_remat_policy_keeps_the_residuals(own):
     """With them kept, the backward pass runs the kernels of the backward pass alone, else the forward again."""
     mask = CausalMask(128)
     q, k, v, _ = arrays(1, mask.tokens, 2, 1, 64)
     segments = np.ones((1, mask.length), np.int32)
 
     def calls(policy):
-        attend = lambda q, k, v: splash_attention(q, k, v, segments, mask, joint_backward=joint, interpret=True)  # noqa: E731
+        attend = lambda q, k, v: splash_attention(q, k, v, segments, mask, own_kernels=own, interpret=True)  # noqa: E731
         loss = lambda *qkv: jnp.sum(jax.checkpoint(attend, policy=policy)(*qkv))  # noqa: E731
         return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)).count("pallas_call[")
 
-    backward = 1 if joint else 2
+    backward = 1 if own else 2
     assert calls(jax.checkpoint_policies.nothing_saveable) == 2 + backward
     assert calls(jax.checkpoint_policies.save_only_these_names(RESIDUALS)) == 1 + backward
 
@@ -199,14 +199,14 @@ def test_tiles_in_vain_are_few(mask):
 @pytest.mark.parametrize(
     "products",
     [{"forward": 2, "joint": 5}, {"forward": 2, "dq": 3, "dkv": 4}],
-    ids=["joint backward", "splash's backward"],
+    ids=KERNELS_OF,
 )
 def test_the_products_of_the_visited_tiles_are_counted_on_every_device(products):
     """Those of each kernel for each visited pair and head."""
     mask, rows, heads, head_dim = TwoStreamMask(256, 32), 4, 4, 64
     q, k, v, d_out = arrays(rows, mask.tokens, heads, 2, head_dim)
     segments = np.ones((rows, mask.length), np.int32)
-    attend = functools.partial(splash_attention, mask=mask, joint_backward="joint" in products)
+    attend = functools.partial(splash_attention, mask=mask, own_kernels="joint" in products)
 
     def on(mesh):
         def gradients(q, k, v, d_out):

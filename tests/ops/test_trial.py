@@ -114,24 +114,24 @@ def test_the_kernels_over_a_cache_are_tried_as_well(a_gpu, monkeypatch, kernels,
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_kernel_for_splash_gradients_is_tried_as_well(a_gpu, monkeypatch, dtype):
+def test_our_kernels_for_splash_are_tried_as_well(a_gpu, monkeypatch, dtype):
     monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
     monkeypatch.setattr(trial, "splash_attention", functools.partial(splash.splash_attention, interpret=True))
     heads = (4, 2, 64, jnp.dtype(dtype))
-    assert trial.failure("gradients", *heads) is None
+    assert trial.failure("splash", *heads) is None
     trial.failure.cache_clear()
     right = splash_backward.splash_gradients
     monkeypatch.setattr(
         splash_backward, "splash_gradients", lambda *args, **settings: (right(*args, **settings)[0],) * 3
     )
-    assert trial.failure("gradients", *heads).startswith("it failed on this TPU: ")
+    assert trial.failure("splash", *heads).startswith("it failed on this TPU: ")
     trial.failure.cache_clear()
     monkeypatch.setattr(
         splash_backward, "splash_gradients", lambda q, k, v, d_out, lse, delta, *args, **settings: right(
             q, k, v, d_out, lse, 0 * delta, *args, **settings
         )
     )  # fmt: skip
-    assert trial.failure("gradients", *heads).startswith("it is wrong on this TPU, by ")
+    assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
 
 
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):
@@ -141,7 +141,7 @@ def test_kernels_that_fail_do_not_end_the_run(a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU"), ("gradients", "TPU")]
+    ("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU"), ("splash", "TPU")]
 )
 def test_where_no_such_device_is_they_are_not_tried(kernels, device):
     trial.failure.cache_clear()

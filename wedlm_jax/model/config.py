@@ -13,10 +13,10 @@ from wedlm_jax.ops.attention import Implementation
 
 DType = Literal["float32", "bfloat16"]
 
-# What the backward pass finds instead of computing it again: "none" recomputes nothing and keeps all; "dots" keeps the
-# products with the parameters and what attention puts out; "full" keeps the input of each layer alone.
+# What the backward pass finds instead of computing it again: "none" recomputes nothing and keeps all; "full" keeps the input of
+# each layer alone; "attention" also what attention puts out; "dots" also the products with the parameters.
 Remat = Annotated[
-    Literal["none", "dots", "full"],
+    Literal["none", "dots", "attention", "full"],
     pydantic.BeforeValidator(lambda x: {False: "none", True: "full"}[x] if isinstance(x, bool) else x),  # older files
 ]
 
@@ -65,8 +65,8 @@ class ModelConfig:
             raise UserError(f"model.rope_theta={self.rope_theta} must be above 0 and finite")
         if not 0 <= self.rms_norm_eps < float("inf"):
             raise UserError(f"model.rms_norm_eps={self.rms_norm_eps} must be 0 or more and finite")
-        if self.remat not in ("none", "dots", "full"):
-            raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots or full")
+        if self.remat not in ("none", "dots", "attention", "full"):
+            raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots, attention or full")
         if self.mlp_tile is not None and self.mlp_tile < 1:
             raise UserError(
                 f"model.mlp_tile={self.mlp_tile} is no number of tokens; give 1 or more, or none for all at once"
@@ -95,7 +95,7 @@ class ModelOverrides:
     dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
     param_dtype: DType | None = None  # None: float32; bfloat16 is for the base of an adapter
     matmul_precision: Literal["default", "high", "highest"] | None = None
-    remat: Literal["none", "dots", "full"] | None = None
+    remat: Literal["none", "dots", "attention", "full"] | None = None
     mlp_tile: int | None = None
     attention: Implementation | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are

@@ -251,8 +251,8 @@ def _attend(
         match choose(implementation, unsupported, failures=failures):
             case "splash":
                 interpret = target_platform() != "tpu"
-                joint = _joint_backward(q, k)
-                return splash.splash_attention(q, k, v, segment_ids, mask, joint_backward=joint, interpret=interpret)
+                own = _own_kernels(q, k)
+                return splash.splash_attention(q, k, v, segment_ids, mask, own_kernels=own, interpret=interpret)
             case "tokamax":
                 return of_these.by_flash(q, k, v)
             case _:
@@ -261,14 +261,14 @@ def _attend(
     return attend_over_mesh(attend, q, k, v, pattern.segment_ids)
 
 
-def _joint_backward(q: jax.Array, k: jax.Array) -> bool:
-    """Whether splash's gradients come from our one kernel. Its trial decides where a TPU is, and else it is taken: interpreted,
-    or compiled for a TPU that is not there."""
+def _own_kernels(q: jax.Array, k: jax.Array) -> bool:
+    """Whether splash runs by our kernels. Their trial decides where a TPU is, and else they are taken: interpreted, or compiled
+    for a TPU that is not there."""
     reason = splash_backward.unsupported(k)
     if reason is None and jax.default_backend() == "tpu":
-        reason = trial.failure("gradients", q.shape[2], *k.shape[2:], q.dtype)
+        reason = trial.failure("splash", q.shape[2], *k.shape[2:], q.dtype)
     if reason is not None:
-        choice.log_once("splash's own backward kernels", f"because of ours: {reason}")
+        choice.log_once("splash by jax's kernels", f"because of ours: {reason}")
     return reason is None
 
 

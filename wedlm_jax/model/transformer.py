@@ -26,6 +26,7 @@ REMAT_POLICIES = {
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
     ),
+    "attention": jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 

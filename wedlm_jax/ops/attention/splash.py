@@ -1,12 +1,12 @@
-"""Attention on TPU by one call of jax's splash kernel: a mask computed in the kernel, and no tile visited in vain.
+"""Attention on TPU by one call of a splash kernel: a mask computed in the kernel, and no tile visited in vain.
 
 Splash (jax.experimental.pallas.ops.tpu.splash_attention) runs over the tiles of the score matrix that its schedule names. The
 schedule of the mask is made once, when the step is traced. Where a row holds several documents, the tiles in which no two
 tokens share one are struck from it on the device, row by row, so packed rows cost what their documents cost.
 
-The backward pass is one kernel of ours (splash_backward.py), or splash's own two, which compute two products more of nine. Its
-fused one has as few as ours, but writes a partial gradient of the queries for every column of tiles, [2L / tile, N, 2L, H], which
-costs more memory traffic than it saves arithmetic.
+Two kernels of ours run over the same tiles: splash_forward.py, which masks fewer of them, and splash_backward.py, one kernel for
+all gradients, where jax's two compute two products more of nine. (Its fused one has as few as ours, but writes a partial gradient
+of the queries for every column of tiles, [2L / tile, N, 2L, H], which costs more memory traffic than it saves arithmetic.)
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SplashAttentionKernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
-from wedlm_jax.ops.attention import splash_backward
+from wedlm_jax.ops.attention import splash_backward, splash_forward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
+from wedlm_jax.ops.attention.splash_tiles import Steps
 from wedlm_jax.program_costs import kernel_runs
 
 TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
@@ -89,7 +90,7 @@ def splash_attention(
     segment_ids_BL: jax.Array | None,
     mask: Mask,
     *,
-    joint_backward: bool = False,
+    own_kernels: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
     """Softmax attention of T tokens over themselves, scaled by H ** -0.5; differentiable once.
@@ -100,7 +101,7 @@ def splash_attention(
       segment_ids_BL: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. Of a
         mask with two streams, the ids of one. None: a row is one segment.
       mask: who sees whom by place in the row; `mask.tokens` is T.
-      joint_backward: one kernel for all gradients, where `splash_backward.unsupported` names no reason against it.
+      own_kernels: by ours instead of jax's, where `splash_backward.unsupported` names no reason against them.
       interpret: run the kernels as plain operations, on any platform; slow.
 
     Returns:
@@ -119,7 +120,7 @@ def splash_attention(
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
         q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
         segments_T = None if row[3] is None else jnp.tile(row[3], mask.tokens // mask.length)
-        if joint_backward:
+        if own_kernels:
             out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)
         else:
             out_NTH = _run(kernel, q_NTH, k_KTH, v_KTH, segments_T)
@@ -133,17 +134,17 @@ def splash_attention(
 def _attend(
     mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
 ) -> jax.Array:
-    """A row by splash's forward kernel; its gradients by the kernel of splash_backward."""
+    """A row, and its gradients, by our kernels."""
     return _attend_forward(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)[0]
 
 
 def _attend_forward(
     mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    kernel = _kernel(mask, q_NTH.shape[0], interpret)
-    schedules = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
-    with_lse = SplashAttentionKernel(*schedules, **kernel.kwargs | {"save_residuals": True})
-    out_NTH, (lse_NT,) = _run(with_lse, q_NTH, k_KTH, v_KTH, segments_T)
+    steps = _steps(_kernel(mask, q_NTH.shape[0], interpret), segments_T)
+    out_NTH, lse_NT = splash_forward.splash_output(
+        q_NTH, k_KTH, v_KTH, segments_T, mask, steps, tile=_tile(mask), interpret=interpret
+    )
     out_NTH, lse_NT = (checkpoint_name(x, RESIDUALS) for x in (out_NTH, lse_NT))
     return out_NTH, (q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT)
 
@@ -223,13 +224,13 @@ def _run(kernel: SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array
     return _without_other_segments(kernel, segments_T)(q, k, v, splash.SegmentIds(segments_T, segments_T))
 
 
-def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> splash_backward.Steps:
+def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> Steps:
     """The tiles that the forward kernel visits, one after the other."""
     schedule: Any = kernel.fwd_mask_info
     q_tile, place = np.nonzero(schedule.block_mask[0])
     k_tile, partial = schedule.data_next[0][q_tile, place], schedule.block_mask[0][q_tile, place] == 1
     if segments_T is None:
-        return splash_backward.Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
+        return Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
     pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
     visited = pruned.block_mask[0][q_tile, place] > 0
     tiles_JT = segments_T.reshape(-1, kernel.kwargs["block_sizes"].block_q)
@@ -237,7 +238,7 @@ def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> splas
     of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
     order = jnp.argsort(~visited, stable=True)
     pairs = jnp.stack([jnp.asarray(q_tile, jnp.int32), k_tile, partial | ~of_one])
-    return splash_backward.Steps(pairs[:, order], jnp.sum(visited))
+    return Steps(pairs[:, order], jnp.sum(visited))
 
 
 def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:

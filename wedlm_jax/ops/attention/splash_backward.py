@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+from wedlm_jax.ops.attention.splash_tiles import (
+    LANES,
+    LANES_BY_LANES,
+    SUBLANES_BY_SUBLANES,
+    Steps,
+    Tiles,
+    product,
+    visible,
+)
+
 MEMORY = 56 * 2**20  # bytes of a core's own memory, of 64 MiB (v5p, v7x) or 128 (v5e, v6e); a v4 has too little
 MAX_SUMS = 40 * 2**20  # of that, for the gradients of keys and values
-_LANES_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
-_SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
-
-
-class Steps(NamedTuple):
-    """Which pairs of tiles the kernel visits: the first `visited` of `pairs`, all those of a tile of queries in a row."""
-
-    pairs: jax.Array  # int32 [3, S]: tile of queries, tile of keys, 1 where not all of it is seen
-    visited: jax.Array | int
 
 
 def unsupported(k_BTKH: jax.Array) -> str | None:
@@ -72,36 +72,17 @@ def splash_gradients(
     Returns:
       The gradients of q, k and v, in their shapes and dtypes.
     """
-    (N, T, H), K = q_NTH.shape, k_KTH.shape[0]
-    group = N // K  # query heads of a key head
-
-    def of_queries(k: Any, g: Any, s: Any, q_tile: Any, *_: Any) -> tuple[Any, ...]:
-        return k * group + g, q_tile[s], 0
-
-    def of_keys(k: Any, g: Any, s: Any, q_tile: Any, k_tile: Any, *_: Any) -> tuple[Any, ...]:
-        return k, k_tile[s], 0
-
-    def of_row(k: Any, g: Any, s: Any, q_tile: Any, *_: Any) -> tuple[Any, ...]:
-        return k * group + g, 0, q_tile[s]
-
-    queries, keys = pl.BlockSpec((None, tile, H), of_queries), pl.BlockSpec((None, tile, H), of_keys)
-    row = pl.BlockSpec((None, 1, tile), of_row)
+    (T, H), K, group = q_NTH.shape[1:], k_KTH.shape[0], q_NTH.shape[0] // k_KTH.shape[0]
+    tiles = Tiles(tile, H, group)
+    id_specs, ids = tiles.segments(segments_T)
     all_keys = pl.BlockSpec((None, T, H), lambda k, *_: (k, 0, 0))
-    in_specs = [queries, keys, keys, queries, row, row]
-    arrays = [q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT[:, None], delta_NT[:, None]]
-    if segments_T is not None:
-        in_specs += [
-            pl.BlockSpec((1, tile), lambda k, g, s, q_tile, *_: (0, q_tile[s])),
-            pl.BlockSpec((1, tile), lambda k, g, s, q_tile, k_tile, *_: (0, k_tile[s])),
-        ]
-        arrays += [segments_T[None]] * 2
     return pl.pallas_call(
-        functools.partial(_kernel, sees=sees, segments=segments_T is not None),
+        functools.partial(_kernel, sees=sees),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(K, group, steps.visited),
-            in_specs=in_specs,
-            out_specs=[queries, all_keys, all_keys],
+            in_specs=[tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.row, tiles.row, *id_specs],
+            out_specs=[tiles.queries, all_keys, all_keys],
             scratch_shapes=[pltpu.VMEM((n, H), jnp.float32) for n in (tile, T, T)],
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_NTH, k_KTH, v_KTH)],
@@ -110,12 +91,10 @@ def splash_gradients(
         ),
         interpret=interpret,
         name="splash_gradients",
-    )(*steps.pairs, *arrays)
+    )(*steps.pairs, q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT[:, None], delta_NT[:, None], *ids)
 
 
-def _kernel(
-    q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, *refs, sees, segments
-):
+def _kernel(q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, *refs, sees):
     """One pair of tiles of one query head, scores as [keys, queries]: what is known of a query is a row of them."""
     segment_refs, (dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum) = refs[:-6], refs[-6:]
     head, step, steps = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
@@ -130,24 +109,17 @@ def _kernel(
     def begin_queries():
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
-    def product(a, b, dimensions=(((1,), (0,)), ((), ()))):
-        return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
-
     def add(partial):
         q, k, v, d_out = (ref[...] for ref in (q_ref, k_ref, v_ref, d_out_ref))
-        weights_KQ = jnp.exp(product(k, q, _LANES_BY_LANES) - lse_ref[...])
+        weights_KQ = jnp.exp(product(k, q, LANES_BY_LANES) - lse_ref[...])
         if partial:
-            key, query = (jax.lax.broadcasted_iota(jnp.int32, weights_KQ.shape, axis) for axis in (0, 1))
-            visible_KQ = sees(query + q_tile * tile, key + k_tile * tile)
-            if segments:
-                of_queries_ref, of_keys_ref = segment_refs
-                visible_KQ &= of_queries_ref[...] == jnp.expand_dims(of_keys_ref[0], 1)
+            visible_KQ = visible(weights_KQ.shape, q_tile, k_tile, sees, segment_refs, keys=0)
             weights_KQ = jnp.where(visible_KQ, weights_KQ, 0.0)
-        d_scores_KQ = (weights_KQ * (product(v, d_out, _LANES_BY_LANES) - delta_ref[...])).astype(q.dtype)
+        d_scores_KQ = (weights_KQ * (product(v, d_out, LANES_BY_LANES) - delta_ref[...])).astype(q.dtype)
         rows = pl.ds(pl.multiple_of(k_tile * tile, tile), tile)
         dv_sum[rows] += product(weights_KQ.astype(d_out.dtype), d_out)
         dk_sum[rows] += product(d_scores_KQ, q)
-        dq_sum[...] += product(d_scores_KQ, k, _SUBLANES_BY_SUBLANES)
+        dq_sum[...] += product(d_scores_KQ, k, SUBLANES_BY_SUBLANES)
 
     jax.lax.cond(partial_ref[step] > 0, lambda: add(True), lambda: add(False))
 

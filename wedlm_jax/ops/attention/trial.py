@@ -3,8 +3,8 @@
 Those for GPUs have run on one kind of them (an H200), and those of flash attention are another library's, reached below its
 public functions; ours for TPUs have run on none. So the first program that could use them runs them once on short rows of its own
 heads and dtype, forward and backward where there is a backward, beside dense attention: where they end with an error (a GPU too
-old for them, say) or with other numbers, XLA's own attention, or splash's own gradients, are used and the log says why. What is
-tried is whether they are wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
+old for them, say) or with other numbers, XLA's own attention, or jax's splash, is used and the log says why. What is tried is
+whether they are wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from wedlm_jax.ops.attention.splash import TwoStreamMask, splash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
 from wedlm_jax.ops.attention.window_tpu import attend_window
 
-Kernels = Literal["flash", "split", "window", "gradients"]
+Kernels = Literal["flash", "split", "window", "splash"]
 NAMES = {
     "flash": "tokamax's flash kernels",
     "split": "the split kernel over a cache",
     "window": "the kernel of a window over a cache",
-    "gradients": "the kernel for splash's gradients",
+    "splash": "our kernels for splash",
 }
-ON_TPU = ("window", "gradients")
+ON_TPU = ("window", "splash")
 
 TOKENS, BLOCK_SIZE, WINDOW = 512, 32, 16
 CACHE_SLOTS = 2576  # several tiles of either kernel, the last of which is not whole
@@ -59,7 +59,7 @@ def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, 
     log.info("attention: trying %s on this %s first; model.attention=xla does without", NAMES[kernels], device)
     tried: dict[Kernels, Callable[..., tuple[Any, ...]]] = {
         "flash": functools.partial(_streams, _by_flash),
-        "gradients": functools.partial(_streams, _by_splash),
+        "splash": functools.partial(_streams, _by_splash),
         "split": functools.partial(_cache, attend_split),
         "window": functools.partial(_cache, attend_window),
     }
@@ -125,7 +125,7 @@ def _by_flash(q_memory, q_prediction, k, v, k_own, v_own):
 def _by_splash(q_memory, q_prediction, k, v, k_own, v_own):
     q, k, v = (jnp.concatenate(x, axis=1) for x in ((q_memory, q_prediction), (k, k_own), (v, v_own)))
     mask = TwoStreamMask(TOKENS, BLOCK_SIZE)
-    out = splash_attention(q, k, v, _ranges()[0] + 1, mask, joint_backward=True)
+    out = splash_attention(q, k, v, _ranges()[0] + 1, mask, own_kernels=True)
     return tuple(jnp.split(out, 2, axis=1))
 
 

@@ -1,0 +1,80 @@
+"""What our two kernels of splash attention share: which pairs of tiles they visit, how arrays are cut into tiles, the mask."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+LANES_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
+SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
+LANES = 128  # numbers that a core's vector unit computes with at once, side by side in memory
+
+
+class Steps(NamedTuple):
+    """Which pairs of tiles the kernels visit: the first `visited` of `pairs`, all those of a tile of queries in a row."""
+
+    pairs: jax.Array  # int32 [3, S]: tile of queries, tile of keys, 1 where not all of it is seen
+    visited: jax.Array | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Blocks of arrays in a grid of (key heads, query heads of each, steps)."""
+
+    tile: int  # tokens
+    head_dim: int
+    group: int  # query heads of a key head
+
+    @property
+    def queries(self) -> pl.BlockSpec:
+        """Of [N, T, H]."""
+        return pl.BlockSpec(
+            (None, self.tile, self.head_dim), lambda k, g, s, q_tile, *_: (k * self.group + g, q_tile[s], 0)
+        )
+
+    @property
+    def keys(self) -> pl.BlockSpec:
+        """Of [K, T, H]."""
+        return pl.BlockSpec((None, self.tile, self.head_dim), lambda k, g, s, q_tile, k_tile, *_: (k, k_tile[s], 0))
+
+    @property
+    def row(self) -> pl.BlockSpec:
+        """Of a number for each query, [N, 1, T]."""
+        return pl.BlockSpec((None, 1, self.tile), lambda k, g, s, q_tile, *_: (k * self.group + g, 0, q_tile[s]))
+
+    def segments(self, segments_T: jax.Array | None) -> tuple[list[pl.BlockSpec], list[jax.Array]]:
+        """Of the ids of the queries and of those of the keys, and these, each [1, T]; nothing where there are none."""
+        if segments_T is None:
+            return [], []
+        of_queries = pl.BlockSpec((1, self.tile), lambda k, g, s, q_tile, *_: (0, q_tile[s]))
+        of_keys = pl.BlockSpec((1, self.tile), lambda k, g, s, q_tile, k_tile, *_: (0, k_tile[s]))
+        return [of_queries, of_keys], [segments_T[None]] * 2
+
+
+def product(a: jax.Array, b: jax.Array, dimensions: Any = (((1,), (0,)), ((), ()))) -> jax.Array:
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
+
+
+def visible(
+    shape: tuple[int, ...],
+    q_tile: Any,
+    k_tile: Any,
+    sees: Callable[[Any, Any], Any],
+    segment_refs: Sequence[Any],
+    *,
+    keys: int,
+) -> jax.Array:
+    """bool, of this shape: what is seen of a pair of tiles, by places and by segments. `keys`: the axis of the keys."""
+    places = ((1 - keys, q_tile), (keys, k_tile))
+    seen = sees(*(jax.lax.broadcasted_iota(jnp.int32, shape, axis) + tile * shape[axis] for axis, tile in places))
+    if segment_refs:
+        of_queries, of_keys = (
+            jnp.expand_dims(ref[0], 1 - axis) for ref, (axis, _) in zip(segment_refs, places, strict=True)
+        )
+        seen &= of_queries == of_keys
+    return seen
