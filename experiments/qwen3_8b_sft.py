@@ -5,8 +5,8 @@
         model.max_position_embeddings=32768
     python -m wedlm_jax.train --exp qwen3_8b_sft --compile-only v5p:2x2x2
 
-8 chips of v5p or more, by the computed rows of docs/scaling.md; neither run nor compiled by us at this size. All but the model is
-as in qwen3_0p6b_sft.
+8 chips of v5p or more, by compiler and the computed rows of docs/scaling.md; not run by us at this size. All but the model is as
+in qwen3_0p6b_sft.
 """
 
 import dataclasses
