@@ -188,7 +188,7 @@ def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothin
 @pytest.mark.parametrize("name", ["qwen3_0p6b_sft", "qwen3_8b_sft", "qwen3_8b_cpt", "qwen25_7b_cpt"])
 def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16(name):
     model = load_experiment(name).model
-    assert (model.dtype, model.param_dtype, model.remat) == ("bfloat16", "float32", "full")
+    assert (model.dtype, model.param_dtype, model.remat) == ("bfloat16", "float32", "attention")
 
 
 @NEEDS_LIBTPU
