@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from wedlm_jax.program_costs import runs_by_computation
+from wedlm_jax.program_costs import PARTS, parts_of_operations, runs_by_computation
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 _UNKNOWN = 2**62  # and more is what the compiler writes where it has no estimate
 
 
@@ -25,15 +24,15 @@ class Operation(NamedTuple):
 def operations(text: str) -> Iterator[Operation]:
     """Those of a compiled program (`compiled.as_text()`) that the compiler estimates."""
     computations = runs_by_computation(text)
-    inside = {name for lines, _ in computations.values() for line in lines for name in _CALLED.findall(line)}
+    parts = parts_of_operations(computations)
 
     def multiplies(line: str) -> bool:
         if " convolution(" in line or " dot(" in line:
             return True
-        return any(multiplies(inner) for name in _CALLED.findall(line) for inner in computations.get(name, ((), 0))[0])
+        return any(multiplies(inner) for name in PARTS.findall(line) for inner in computations[name][0])
 
     for name, (lines, runs) in computations.items():
-        for line in lines if name not in inside else ():
+        for line in lines if name not in parts else ():
             found = _CYCLES.search(line)
             if found and int(found[1]) < _UNKNOWN:
                 yield Operation(runs * int(found[1]), runs, multiplies(line))

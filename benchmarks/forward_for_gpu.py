@@ -34,7 +34,7 @@ from wedlm_jax.model.patterns import CachedWindow
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import Structure, Weights
 from wedlm_jax.ops.attention import Implementation, trial
-from wedlm_jax.program_costs import runs_by_computation
+from wedlm_jax.program_costs import parts_of_operations, runs_by_computation
 from wedlm_jax.sharding import MeshConfig, make_mesh, replicated
 
 FORWARDS = 2  # of a call: more than one, so that they are a loop
@@ -47,7 +47,6 @@ FORMS: dict[str, tuple[bool, bool, Implementation]] = {
 }
 Layout = Callable[[Transformer], Transformer]
 STARTED = ("fusion", "fusion-start", "custom-call", "copy", "sort", "scatter", "reduce", "all-reduce-start")
-INSIDE = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
 OPERATION = re.compile(r"^\s+(?:ROOT )?%[\w.\-]+ = (.*?) ([\w\-]+)\(")
 
 
@@ -161,7 +160,7 @@ def operations(text: str) -> Iterator[tuple[str, str, int]]:
     """Result, operation and how often it runs, of what the loop of forwards runs. Of a condition's branches the first counts, a
     loop whose length is data runs once."""
     computations = runs_by_computation(text)
-    inside_kernels = {name for lines, _ in computations.values() for line in lines for name in INSIDE.findall(line)}
+    inside_kernels = parts_of_operations(computations)
     for name, (lines, times) in computations.items():
         if times >= FORWARDS and name not in inside_kernels:
             yield from ((result, operation, times) for result, operation in operations_of(lines))

@@ -206,9 +206,8 @@ def test_no_parameter_and_no_logits_are_gathered_whole():
 
 def test_remat_orders_the_memory_of_a_compiled_gradient():
     """The CPU's compiler says how much a gradient needs beside its arguments: full < attention < dots < none."""
-    tokens = jax.ShapeDtypeStruct(
-        (1, 1024), jnp.int32
-    )  # of shorter rows attention is a plain product of which nothing is kept
+    # Of shorter rows attention is a plain product, of which nothing is kept.
+    tokens = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
     def temporaries(remat: str) -> int:
         config = dataclasses.replace(MODEL, remat=remat, num_layers=8)

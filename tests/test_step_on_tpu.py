@@ -5,7 +5,10 @@ import math
 
 import pytest
 
+from benchmarks import step_for_tpu
+from benchmarks.cycles import operations
 from tests.compiled_step import shapes_in
+from tests.conftest import FULL
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax.absent_devices import devices
 from wedlm_jax.ahead_of_time import trace_step
@@ -18,22 +21,40 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+SMALL = [
+    "model.num_layers=1",
+    "model.vocab_size=1024",
+    "data.row_length=1024",
+    "train.batch_size=8",
+    "train.micro_batches=1",
+]
+
+
 @pytest.fixture(scope="module")
 def experiment():
-    small = [
-        "model.num_layers=1",
-        "model.vocab_size=1024",
-        "data.row_length=1024",
-        "train.batch_size=8",
-        "train.micro_batches=1",
-    ]
-    return load_experiment("qwen3_0p6b_sft", small)
+    return load_experiment("qwen3_0p6b_sft", SMALL)
 
 
 @pytest.fixture(scope="module")
 def text(experiment):
     mesh = make_mesh(experiment.mesh, devices("v5e:2x4"))
     return trace_step(experiment, mesh).lower().compile().as_text()
+
+
+def test_cycles_are_told_of_products_and_of_the_rest(text):
+    found = list(operations(text))
+    assert (
+        sum(one.cycles for one in found if one.multiplies) > sum(one.cycles for one in found if not one.multiplies) > 0
+    )
+
+
+@pytest.mark.skipif(not FULL, reason="compiles four steps: launch/test.sh --full")
+def test_the_benchmark_shows_what_each_mend_saves(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["step_for_tpu", *SMALL])
+    step_for_tpu.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    cycles, kernels = ([int(row[column].replace(",", "")) for row in rows[-4:]] for column in (1, 4))
+    assert cycles[0] > 1.3 * cycles[1] > 1.3 * cycles[2] and kernels == [2, 2, 2, 1]
 
 
 def test_no_product_is_cut_by_the_devices_that_its_kernel_comes_from(text):

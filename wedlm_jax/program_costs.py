@@ -25,6 +25,7 @@ _MOVED = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", 
 _CALLED = re.compile(
     r"(?:calls=|body=|to_apply=|true_computation=|false_computation=|branch_computations=\{)%?([\w.\-]+)"
 )
+PARTS = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")  # the computations that an operation consists of
 _FUSED = re.compile(r"fusion\(.*calls=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -122,6 +123,11 @@ def runs_by_computation(text: str) -> dict[str, tuple[list[str], int]]:
             trips = _trips(lines, line) if " while(" in line else 1
             pending += [(called, runs * trips) for called in _CALLED.findall(line)]
     return {name: (body, times[name]) for name, body in lines.items()}
+
+
+def parts_of_operations(computations: dict[str, tuple[list[str], int]]) -> set[str]:
+    """The names of those that are no steps of their own: what a fusion computes, what a reduction applies."""
+    return {name for lines, _ in computations.values() for line in lines for name in PARTS.findall(line)}
 
 
 def collectives(text: str) -> list[Collective]:

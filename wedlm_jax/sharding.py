@@ -190,8 +190,8 @@ def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Ar
     rows are cut over too. Outside `on_mesh`, or where the mesh does not divide the rows, the parameter itself.
 
     XLA gathers it anyway. But on TPU, where nobody says so, it cuts the product into as many as there are devices, to compute
-    with each part as it arrives: narrow ones, which take more than twice the cycles of the whole, to hide traffic that lasts a
-    tenth of that (benchmarks/RESULTS.md, "A training step on a TPU").
+    with each part as it arrives: narrow ones, which take 1.5 to 2 times the cycles of the whole, to hide traffic that lasts about
+    a tenth of that (benchmarks/RESULTS.md, "A training step on a TPU").
     """
     over = axes_over("batch", batch)
     if not over:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax.model.patterns import DualStream
-from wedlm_jax.ops.attention import choice, flash_gpu, splash, splash_backward, trial
+from wedlm_jax.ops.attention import choice, flash_gpu, splash, splash_backward, splash_forward, trial
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import Kernels
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
@@ -132,6 +132,18 @@ def test_our_kernels_for_splash_are_tried_as_well(a_gpu, monkeypatch, dtype):
         )
     )  # fmt: skip
     assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
+    monkeypatch.setattr(splash_backward, "splash_gradients", right)
+    assert_found(monkeypatch, heads, lambda out, lse: (jnp.roll(out, 1, axis=1), lse))
+    assert_found(monkeypatch, heads, lambda out, lse: (out, lse + 0.1))  # by its gradients
+
+
+def assert_found(monkeypatch, heads, mistake):
+    """A forward kernel that makes it is not taken."""
+    right = splash_forward.splash_output
+    trial.failure.cache_clear()
+    with monkeypatch.context() as wrong:
+        wrong.setattr(splash_forward, "splash_output", lambda *args, **settings: mistake(*right(*args, **settings)))
+        assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
 
 
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):

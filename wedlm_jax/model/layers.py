@@ -90,8 +90,9 @@ class Linear(nnx.Module):
     def product(self, tokens: jax.Array, batch: int = 1) -> jax.Array:
         """Of tokens [T, ...] with the kernel alone, however it lies; `batch`: the rows that they are of."""
         kernel = self.kernel[...]
-        # Gathered as what is narrower. Of int8: on accelerators XLA widens it as the product reads it.
-        kernel = kernel if self.kernel_scale is not None else kernel.astype(self.dtype)
+        if self.kernel_scale is None:
+            kernel = kernel.astype(self.dtype)  # before it is gathered, which int8 is as it is
+        # Of int8: on accelerators XLA widens it as the product reads it.
         kernel = whole_for_batch(kernel, self.axes, batch).astype(self.dtype)
         accumulated = None if self.kernel_scale is None else jnp.float32
 

@@ -23,7 +23,6 @@ from jax.experimental.pallas import tpu as pltpu
 from wedlm_jax.ops.attention.splash_tiles import (
     LANES,
     LANES_BY_LANES,
-    SUBLANES_BY_SUBLANES,
     Steps,
     Tiles,
     product,
@@ -32,6 +31,7 @@ from wedlm_jax.ops.attention.splash_tiles import (
 
 MEMORY = 56 * 2**20  # bytes of a core's own memory, of 64 MiB (v5p, v7x) or 128 (v5e, v6e); a v4 has too little
 MAX_SUMS = 40 * 2**20  # of that, for the gradients of keys and values
+_SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
 def unsupported(k_BTKH: jax.Array) -> str | None:
@@ -119,7 +119,7 @@ def _kernel(q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, d_out_ref,
         rows = pl.ds(pl.multiple_of(k_tile * tile, tile), tile)
         dv_sum[rows] += product(weights_KQ.astype(d_out.dtype), d_out)
         dk_sum[rows] += product(d_scores_KQ, q)
-        dq_sum[...] += product(d_scores_KQ, k, SUBLANES_BY_SUBLANES)
+        dq_sum[...] += product(d_scores_KQ, k, _SUBLANES_BY_SUBLANES)
 
     jax.lax.cond(partial_ref[step] > 0, lambda: add(True), lambda: add(False))
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 LANES_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
-SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 LANES = 128  # numbers that a core's vector unit computes with at once, side by side in memory
 
 
