@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import step_for_tpu
+from benchmarks.cycles import operations
 from tests.compiled_step import RESTS_ON, D, H, K, L, N, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
@@ -21,7 +23,7 @@ from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.experiment import ModelConfig, override
 from wedlm_jax.ops.attention import splash
 from wedlm_jax.ops.attention.splash import TwoStreamMask
-from wedlm_jax.program_costs import kernel_runs, matmul_flops
+from wedlm_jax.program_costs import GATHERING, collectives, kernel_runs, matmul_flops
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 pytestmark = pytest.mark.skipif(
@@ -76,6 +78,31 @@ def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(name,
     assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
     assert masks_and_logits(shapes) == []
     assert_bytes_of_kernels(text)
+    assert_no_product_is_cut_by_the_devices_that_its_kernel_comes_from(text)
+    assert_halves_of_queries_and_keys_are_no_arrays(shapes)
+    products, rest = (sum(one.cycles for one in operations(text) if one.multiplies == which) for which in (True, False))
+    assert products > 0 and rest > 0
+
+
+def assert_no_product_is_cut_by_the_devices_that_its_kernel_comes_from(text: str) -> None:
+    """Into as many narrow ones as there are devices, each computed as its part is handed on."""
+    assert {one.kind for one in collectives(text)} <= {"all-gather", GATHERING, "all-reduce", "reduce-scatter"}
+
+
+def assert_halves_of_queries_and_keys_are_no_arrays(shapes: set[tuple[int, ...]]) -> None:
+    """Of 64 of the 128 lanes that a TPU computes with: angles of a row alone."""
+    of_tokens = [shape for shape in shapes if shape[-1] == H // 2 and 2 * L in shape]
+    assert of_tokens and max(map(math.prod, of_tokens)) <= 2 * L * H // 2
+
+
+@pytest.mark.skipif(not FULL, reason="compiles four steps: launch/test.sh --full")
+def test_the_benchmark_of_a_step_shows_what_each_mend_saves(monkeypatch, capsys):
+    one_layer = ["model.num_layers=1", "model.vocab_size=1024", "data.row_length=1024"]
+    monkeypatch.setattr("sys.argv", ["step_for_tpu", *one_layer, "train.batch_size=8", "train.micro_batches=1"])
+    step_for_tpu.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-4:]
+    cycles, kernels = ([int(row[column].replace(",", "")) for row in rows] for column in (1, 4))
+    assert cycles[0] > 1.3 * cycles[1] and cycles[1] > 1.1 * cycles[2] and kernels == [2, 2, 2, 1]
 
 
 def assert_bytes_of_kernels(text: str) -> None:

@@ -25,40 +25,40 @@ def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.
     return jnp.cos(angles), jnp.sin(angles)
 
 
-@jax.custom_vjp
 def apply_rope(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (x[i], x[i + H / 2]) of queries or keys [B, L, heads, H]: the layout of the Qwen checkpoints.
-
-    The gradient is the rotation back; positions are given, so cosines and sines [B, L, H / 2] have none.
-    """
+    """Rotates the pairs (x[i], x[i + H / 2]) of queries or keys [B, L, heads, H]: the layout of the Qwen checkpoints."""
     B, L, _, H = x_BLNH.shape
     chex.assert_shape([cos, sin], (B, L, H // 2))
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     if target_platform() == "tpu":
-        cos, sin = (jnp.concatenate([half, half], axis=-1) for half in (cos, sin))
-        return (x_BLNH.astype(jnp.float32) * cos + _quarter_turn(x_BLNH) * sin).astype(x_BLNH.dtype)
+        return _by_product(x_BLNH, *(jnp.concatenate([half, half], axis=-1) for half in (cos, sin)))
     first, second = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BLNH.dtype)
 
 
-def _quarter_turn(x: jax.Array) -> jax.Array:
-    """(-x[H / 2:], x[:H / 2]) of the last axis, in float32, as a product with a matrix of ones: on TPU the exact one that costs
-    least. Halves of the 128 lanes that the vector unit computes with XLA writes out as arrays, each padded to all of them, where
-    the product takes norms, angles and scales into its own loop (benchmarks/RESULTS.md, "A training step on a TPU")."""
+@jax.custom_vjp
+def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """x cos + (x turned by a quarter) sin, the turn as a product with a matrix of ones: on TPU the exact one that costs least.
+    Halves of the 128 lanes that the vector unit computes with XLA writes out as arrays, each padded to all of them, where the
+    product takes norms, angles and scales into its own loop (benchmarks/RESULTS.md, "A training step on a TPU").
+
+    The gradient is the rotation back, which turns numbers of x's own dtype and so is as exact; cosines and sines have none.
+    """
     H = x.shape[-1]
     half = np.arange(H // 2)
     turn = np.zeros((H, H), np.float32)
     turn[half + H // 2, half], turn[half, half + H // 2] = -1, 1
-    return jnp.matmul(x, jnp.asarray(turn, x.dtype), precision="highest", preferred_element_type=jnp.float32)
+    turned = jnp.matmul(x, jnp.asarray(turn, x.dtype), precision="highest", preferred_element_type=jnp.float32)
+    return (x.astype(jnp.float32) * cos + turned * sin).astype(x.dtype)
 
 
 def _forward(x, cos, sin):
-    return apply_rope(x, cos, sin), (cos, sin)
+    return _by_product(x, cos, sin), (cos, sin)
 
 
 def _backward(kept, d_out):
     cos, sin = kept
-    return apply_rope(d_out, cos, -sin), None, None
+    return _by_product(d_out, cos, -sin), None, None
 
 
-apply_rope.defvjp(_forward, _backward)
+_by_product.defvjp(_forward, _backward)
