@@ -2,13 +2,14 @@
 
 import dataclasses
 import importlib.util
+import re
 import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.compiled_step import L, V, compiled_text, masks_and_logits, shapes_in
+from tests.compiled_step import D, L, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.hf.conftest import ORACLE
 from tests.optimized import optimized  # noqa: F401  for every test of this file
@@ -211,10 +212,14 @@ def test_a_tiny_step_compiles_for_gpus_of_one_machine_and_of_two():
 
 @NEEDS_GPU_COMPILER
 @pytest.mark.parametrize("name", ["qwen3_8b_sft", *(["qwen3_8b_cpt"] if FULL else [])])
-def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits(name):
-    shapes = shapes_in(compiled_text(name, "h100:8"))
+def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits_or_a_copy_of_the_heads_gradient(name):
+    text = compiled_text(name, "h100:8")
+    shapes = shapes_in(text)
     assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
     assert masks_and_logits(shapes) == []
+    tile = f"f32[{cross_entropy._width(jnp.zeros((V // 2, D)), cross_entropy.TILE)},{D}]"
+    assert tile in text, "the search can find"
+    assert not re.search(rf"{re.escape(tile)}\S* copy\(", text)
 
 
 @NEEDS_LIBTPU

@@ -12,7 +12,15 @@ from tests.tiny_training import MODEL, SETTINGS, packed_batch
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import attend_ranges
-from wedlm_jax.program_costs import GATHERING, Collective, collectives, kernel_runs, matmul_flops, traffic_by_kind
+from wedlm_jax.program_costs import (
+    GATHERING,
+    Collective,
+    collectives,
+    kernel_runs,
+    matmul_flops,
+    runs_by_computation,
+    traffic_by_kind,
+)
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import compile_step, wedlm_step
@@ -60,6 +68,15 @@ def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
         "collective-permute": 36 * 32,
         "reduce-scatter": 256 * 3,
     }
+
+
+def test_a_loop_whose_length_is_data_runs_as_often_as_is_said_of_it():
+    def run(n, x):
+        with kernel_runs(7):
+            return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) @ x, x)
+
+    text = jax.jit(run).lower(3, jnp.ones((64, 64))).compile().as_text()
+    assert {runs for lines, runs in runs_by_computation(text).values() if "sine(" in "\n".join(lines)} == {7}
 
 
 def test_a_loop_runs_as_often_as_the_compiler_says_where_it_does():

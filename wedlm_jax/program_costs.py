@@ -192,9 +192,12 @@ def _gathers(lines: dict[str, list[str]], name: str, line: str) -> bool:
 
 
 def _trips(lines: dict[str, list[str]], loop: str) -> int:
-    """How often a loop runs: as the compiler says, or else the bound in its condition, which counts from 0."""
+    """How often a loop runs: as the compiler says, or as `kernel_runs` around it does, or else the bound in its condition, which
+    counts from 0."""
     if known := _KNOWN_TRIPS.search(loop):
         return int(known[1])
+    if declared := _KERNEL_RUNS.findall(loop):
+        return int(declared[-1])
     condition = _CONDITION.search(loop)
     bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", "\n".join(lines.get(condition[1], ()) if condition else ()))
     return max(map(int, bounds), default=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -18,6 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+
+from wedlm_jax.program_costs import kernel_runs
+
+State = TypeVar("State")
 
 
 class Tile(NamedTuple):
@@ -158,29 +162,22 @@ def _log_sum_exp(
 ) -> tuple[jax.Array, jax.Array]:
     """The log-sum-exp of the logits, and the logit of the target (0 where it is none of these columns), of each row."""
     chunks = _Chunks.of(carries_T, tile)
-    rows = chunks.used_N, chunks.take(hidden_TD), chunks.take(targets_T)
+    hidden_NCD, targets_NC = chunks.take(hidden_TD), chunks.take(targets_T)
 
     def add_columns(state, place):
         w_WD, columns_W = _columns(head_VD, place, tile, hidden_TD.dtype, cut)
 
-        def run(state, h_CD, target_C):
-            top_C, total_C, picked_C = state
-            logits_CW = _logits(h_CD, w_WD, columns_W, precision)
+        def add_chunk(n, state):
+            top_C, total_C, picked_C = (x_NC[n] for x_NC in state)
+            logits_CW = _logits(hidden_NCD[n], w_WD, columns_W, precision)
             new_top_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=1))
             total_C = total_C * jnp.exp(top_C - new_top_C) + jnp.sum(jnp.exp(logits_CW - new_top_C[:, None]), axis=1)
-            picked_C += jnp.sum(jnp.where(columns_W == target_C[:, None], logits_CW, 0.0), axis=1)
-            return new_top_C, total_C, picked_C
+            picked_C += jnp.sum(jnp.where(columns_W == targets_NC[n][:, None], logits_CW, 0.0), axis=1)
+            return tuple(x_NC.at[n].set(x_C) for x_NC, x_C in zip(state, (new_top_C, total_C, picked_C), strict=True))
 
-        def skip(state, *_):
-            return state
+        return chunks.each(add_chunk, state), None
 
-        def add_rows(row):
-            state, (used, *row) = row
-            return jax.lax.cond(used, run, skip, state, *row)
-
-        return jax.lax.map(add_rows, (state, rows)), None
-
-    zeros_NC = jnp.zeros(rows[2].shape, jnp.float32)
+    zeros_NC = jnp.zeros(targets_NC.shape, jnp.float32)
     start = zeros_NC - jnp.inf, zeros_NC, zeros_NC
     (top_NC, total_NC, picked_NC), _ = jax.lax.scan(add_columns, start, _places(head_VD, tile))
     return chunks.in_order(top_NC + jnp.log(total_NC)), chunks.in_order(picked_NC)
@@ -200,34 +197,28 @@ def _gradients(
     """Gradients of these columns with respect to hidden [T, D] and to what is held of the head, in float32."""
     product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     chunks = _Chunks.of(carries_T, tile)
-    rows = chunks.used_N, *map(chunks.take, (hidden_TD, targets_T, lse_T, d_losses_T))
+    hidden_NCD, *rows = map(chunks.take, (hidden_TD, targets_T, lse_T, d_losses_T))
 
     def add_columns(gradients, place):
         d_hidden_NCD, d_head_VD = gradients
         w_WD, columns_W = _columns(head_VD, place, tile, hidden_TD.dtype, cut)
 
-        def run(d_w_WD, h_CD, target_C, lse_C, d_loss_C):
+        def add_chunk(n, gradients):
+            d_hidden_NCD, d_w_WD = gradients
+            h_CD, (target_C, lse_C, d_loss_C) = hidden_NCD[n], (x_NC[n] for x_NC in rows)
             softmax_CW = jnp.exp(_logits(h_CD, w_WD, columns_W, precision) - lse_C[:, None])
             d_logits_CW = d_loss_C[:, None] * (softmax_CW - (columns_W == target_C[:, None]))
             d_logits_CW = d_logits_CW.astype(h_CD.dtype)
-            return d_w_WD + product("CW,CD->WD", d_logits_CW, h_CD), product("CW,WD->CD", d_logits_CW, w_WD)
+            d_hidden_NCD = d_hidden_NCD.at[n].add(product("CW,WD->CD", d_logits_CW, w_WD))
+            return d_hidden_NCD, d_w_WD + product("CW,CD->WD", d_logits_CW, h_CD)
 
-        def skip(d_w_WD, h_CD, *_):
-            return d_w_WD, jnp.zeros(h_CD.shape, jnp.float32)
-
-        def add_rows(d_w_WD, row):
-            return jax.lax.cond(row[0], run, skip, d_w_WD, *row[1:])
-
-        d_w_WD, added_NCD = jax.lax.scan(add_rows, jnp.zeros(w_WD.shape, jnp.float32), rows)
+        d_hidden_NCD, d_w_WD = chunks.each(add_chunk, (d_hidden_NCD, jnp.zeros(w_WD.shape, jnp.float32)))
         if cut.width:
             d_w_WD = jax.lax.psum_scatter(d_w_WD, cut.width, scatter_dimension=1, tiled=True)
         d_w_WD += jax.lax.dynamic_slice_in_dim(d_head_VD, place[0], d_w_WD.shape[0])
-        return (
-            d_hidden_NCD + added_NCD,
-            jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_w_WD, place[0], axis=0),
-        ), None
+        return (d_hidden_NCD, jax.lax.dynamic_update_slice_in_dim(d_head_VD, d_w_WD, place[0], axis=0)), None
 
-    zeros = jnp.zeros(rows[1].shape, jnp.float32), jnp.zeros(head_VD.shape, jnp.float32)
+    zeros = jnp.zeros(hidden_NCD.shape, jnp.float32), jnp.zeros(head_VD.shape, jnp.float32)
     (d_hidden_NCD, d_head_VD), _ = jax.lax.scan(add_columns, zeros, _places(head_VD, tile))
     return chunks.in_order(d_hidden_NCD), d_head_VD
 
@@ -237,7 +228,7 @@ class _Chunks(NamedTuple):
 
     carries_T: jax.Array
     rows_NC: jax.Array  # which row each place holds; T where none is left
-    used_N: jax.Array  # whether a chunk holds any
+    used: jax.Array  # the number of chunks that hold any
 
     @classmethod
     def of(cls, carries_T: jax.Array, tile: Tile) -> _Chunks:
@@ -245,7 +236,13 @@ class _Chunks(NamedTuple):
         C = min(tile.rows, T)
         N = -(-T // C)
         rows_NC = jnp.flatnonzero(carries_T, size=N * C, fill_value=T).reshape(N, C)
-        return cls(carries_T, rows_NC, rows_NC[:, 0] < T)
+        return cls(carries_T, rows_NC, jnp.sum(rows_NC[:, 0] < T))
+
+    def each(self, add: Callable[[jax.Array, State], State], state: State) -> State:
+        """`add(n, state)` for every chunk n that holds any. A loop whose length is data: to pass a condition round each chunk XLA
+        copies the state, with it a tile of the head's gradient."""
+        with kernel_runs(len(self.rows_NC)):  # at most
+            return jax.lax.fori_loop(0, self.used, add, state)
 
     def take(self, x: jax.Array) -> jax.Array:
         """[N, C, ...] of an array [T, ...]; zeros, which add nothing, past the last row with a loss."""
