@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
+import time
 from unittest import mock
 
 import tyro
@@ -27,12 +28,13 @@ from wedlm_jax.program_costs import collectives, runs_by_computation, traffic_by
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train_step import compile_step
 
-# Whether kernels are gathered before a product, whether a product turns queries and keys, and model.remat.
-FORMS: dict[str, tuple[bool, bool, str]] = {
-    "as XLA gathers, halves rotated": (False, False, "full"),
-    "kernels gathered whole": (True, False, "full"),
-    "rotated by products": (True, True, "full"),
-    "attention's output kept": (True, True, "attention"),
+# Whether kernels are gathered before a product, whether a product turns queries and keys, model.remat and model.scan_layers.
+FORMS: dict[str, tuple[bool, bool, str, bool]] = {
+    "as XLA gathers, halves rotated": (False, False, "full", True),
+    "kernels gathered whole": (True, False, "full", True),
+    "rotated by products": (True, True, "full", True),
+    "attention's output kept": (True, True, "attention", True),
+    "layers apart": (True, True, "attention", False),
 }
 FORWARD_KERNEL = re.compile(r"%splash_(?:output|mha_fwd)[\w.]* = .* custom-call\(")
 
@@ -50,14 +52,15 @@ def main() -> None:
     flags = tyro.cli(Flags, description=__doc__)
     print_table(
         f"{' '.join([flags.exp, *flags.overrides])} on {flags.topology}, one step",
-        ("", "Mcycles", "in products", "elsewhere", "forward kernels", "GB sent", "GB of temporaries"),
+        ("", "Mcycles", "in products", "elsewhere", "forward kernels", "GB sent", "GB of temporaries", "s to compile"),
         (row(name, flags) for name in FORMS),
     )
 
 
 def row(name: str, flags: Flags) -> tuple[str, ...]:
-    whole, by_product, remat = FORMS[name]
-    experiment = load_experiment(flags.exp, [*flags.overrides, f"model.remat={remat}"])
+    whole, by_product, remat, scan_layers = FORMS[name]
+    form = [f"model.remat={remat}", f"model.scan_layers={scan_layers}"]
+    experiment = load_experiment(flags.exp, [*flags.overrides, *form])
     mesh = make_mesh(experiment.mesh, devices(canonical(flags.topology)))
     with contextlib.ExitStack() as forms:
         if not whole:
@@ -65,8 +68,9 @@ def row(name: str, flags: Flags) -> tuple[str, ...]:
         if not by_product:
             forms.enter_context(mock.patch.object(rope, "target_platform", lambda: "another"))
         compile_step.cache_clear()  # another form may have been traced before
+        start = time.monotonic()
         compiled = trace_step(experiment, mesh).lower().compile()
-    text = compiled.as_text()
+    seconds, text = time.monotonic() - start, compiled.as_text()
     found = list(operations(text))
     of_products = sum(one.cycles for one in found if one.multiplies)
     elsewhere = sum(one.cycles for one in found if not one.multiplies)
@@ -77,12 +81,14 @@ def row(name: str, flags: Flags) -> tuple[str, ...]:
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     return (
         name,
-        f"{(of_products + elsewhere) / 1e6:,.0f}",
-        f"{of_products / 1e6:,.0f}",
-        f"{elsewhere / 1e6:,.0f}",
+        *(
+            f"{cycles / 1e6:,.{0 if cycles > 1e8 else 2}f}"
+            for cycles in (of_products + elsewhere, of_products, elsewhere)
+        ),
         f"{kernels}",
         f"{sent / 1e9:.0f}",
         f"{temporaries / 1e9:.1f}",
+        f"{seconds:.0f}",
     )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import step_for_gpu
 from tests.compiled_step import D, L, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.hf.conftest import ORACLE
@@ -220,6 +221,18 @@ def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits_or_a_copy_of_the_
     tile = f"f32[{cross_entropy._width(jnp.zeros((V // 2, D)), cross_entropy.TILE)},{D}]"
     assert tile in text, "the search can find"
     assert not re.search(rf"{re.escape(tile)}\S* copy\(", text)
+
+
+@NEEDS_GPU_COMPILER
+@pytest.mark.skipif(not FULL, reason="compiles six steps: launch/test.sh --full")
+def test_the_benchmark_of_a_step_for_gpus_shows_what_layers_apart_save(monkeypatch, capsys):
+    small = ["model.num_layers=4", "model.vocab_size=1024", "data.row_length=1024", "--attention", "xla"]
+    monkeypatch.setattr("sys.argv", ["step_for_gpu", *small])
+    step_for_gpu.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][-6:]
+    moved, kernels = ([float(row[column].replace(",", "")) for row in rows] for column in (1, 3))
+    assert moved[0] > moved[3] > 0  # nothing is computed again
+    assert all(scanned > apart > 0 for scanned, apart in zip(kernels[:3], kernels[3:], strict=True))
 
 
 @NEEDS_LIBTPU

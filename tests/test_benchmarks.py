@@ -20,6 +20,7 @@ from benchmarks import (
     shapes,
     wall_clock,
 )
+from benchmarks.kernel_bytes import kernels
 from benchmarks.quickstart_seeds import line_of, mean
 from benchmarks.side_by_side import side_by_side
 from tests.conftest import FULL
@@ -222,3 +223,47 @@ def test_the_tiles_of_the_flash_kernels_are_timed_one_by_one_each_way(monkeypatc
     with pytest.raises(SystemExit):
         flash_tiles.main()
     assert "the flash kernels run on GPUs, and this is cpu" in capsys.readouterr().err
+
+
+def test_a_kernel_moves_the_slice_that_it_reads_and_the_one_that_it_writes_in_place():
+    found = list(
+        kernels("""
+%written (stack: f32[8,16], n: s32[], x: bf16[8,16]) -> f32[8,16] {
+  %stack = f32[8,16]{1,0} parameter(0)
+  %n = s32[] parameter(1)
+  %x = bf16[8,16]{1,0} parameter(2)
+  %slice = bf16[1,16]{1,0} dynamic-slice(%x, %n), dynamic_slice_sizes={1,16}
+  %wide = f32[1,16]{1,0} convert(%slice)
+  ROOT %update = f32[8,16]{1,0} dynamic-update-slice(%stack, %wide, %n)
+}
+
+%multiplied (a: f32[4,4]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  ROOT %dot = f32[4,4]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (p: (f32[8,16], s32[])) -> (f32[8,16], s32[]) {
+  %s = f32[8,16]{1,0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %b = bf16[8,16]{1,0} constant({...})
+  %fusion = f32[8,16]{1,0} fusion(%s, %i, %b), kind=kLoop, calls=%written
+  ROOT %t = (f32[8,16]{1,0}, s32[]) tuple(%fusion, %i)
+}
+
+ENTRY %main (s: f32[8,16], a: f32[4,4]) -> f32[4,4] {
+  %s = f32[8,16]{1,0} parameter(0)
+  %a = f32[4,4]{1,0} parameter(1)
+  %t = (f32[8,16]{1,0}, s32[]) tuple(%s)
+  %w = (f32[8,16]{1,0}, s32[]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"8"}}
+  %copy = f32[4,4]{1,0} copy(%a)
+  %flash = f32[4,4]{1,0} custom-call(%copy), custom_call_target="mosaic_gpu"
+  ROOT %gemm = f32[4,4]{1,0} fusion(%flash), kind=kCustom, calls=%multiplied
+}
+""")
+    )
+    assert sorted(found) == [
+        (4 + 16 * 2 + 16 * 4, 8, False, False),
+        (2 * 64, 1, False, False),
+        (2 * 64, 1, False, True),
+        (2 * 64, 1, True, False),
+    ]

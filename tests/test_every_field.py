@@ -63,8 +63,8 @@ CHANGED = {
     MeshConfig: {"data": 4, "fsdp": 4, "tensor": 4},
     TokenizerConfig: {"path": "tokenizer", "vocab_size": 270},
     ModelOverrides: {
-        "dtype": "bfloat16", "param_dtype": "bfloat16", "matmul_precision": "highest", "remat": "full", "mlp_tile": 4,
-        "attention": "xla",
+        "dtype": "bfloat16", "param_dtype": "bfloat16", "matmul_precision": "highest", "remat": "full", "scan_layers": False,
+        "mlp_tile": 4, "attention": "xla",
     },
     EvaluationConfig: {
         "tasks": ("copying",), "questions": "others.jsonl", "match": "text",

@@ -40,6 +40,7 @@ CHANGES = {
     "kernel_dtype": ("int8", {"params", "logits"}),
     "matmul_precision": ("default", {"program"}),
     "remat": ("full", {"program"}),
+    "scan_layers": (False, {"program"}),
     "mlp_tile": (4, {"program"}),
     "attention": ("splash", {"check"}),
     "adapter": (AdapterConfig(), {"params"}),

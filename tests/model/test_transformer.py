@@ -238,14 +238,16 @@ def gradients_of(config, params, tokens):
     return jax.grad(loss)(params)
 
 
+@pytest.mark.parametrize("scan_layers", [True, False])
 @pytest.mark.parametrize(
     ("remat", "mlp_tile"),
     [("dots", None), ("attention", None), ("full", None), ("none", 4), ("dots", 4), ("attention", 4), ("full", 4)],
 )
-def test_remat_and_tiles_change_no_gradient(remat, mlp_tile):
+def test_remat_tiles_and_layers_apart_change_no_gradient(remat, mlp_tile, scan_layers):
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 6)))
     plain = gradients_of(TINY, params(), tokens)
-    recomputed = gradients_of(dataclasses.replace(TINY, remat=remat, mlp_tile=mlp_tile), params(), tokens)
+    config = dataclasses.replace(TINY, remat=remat, mlp_tile=mlp_tile, scan_layers=scan_layers)
+    recomputed = gradients_of(config, params(), tokens)
     for name, gradient in plain.items():
         assert np.any(gradient), f"{name} has no gradient at all"
         np.testing.assert_allclose(recomputed[name], gradient, atol=1e-6, err_msg=name)

@@ -51,6 +51,9 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
+    scan_layers: bool = (
+        True  # one program for all layers; False: each has its own in training, which takes longer to compile
+    )
     mlp_tile: int | None = None  # tokens of a row in the MLP at once, which the backward pass computes again; None: all
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
@@ -96,6 +99,7 @@ class ModelOverrides:
     param_dtype: DType | None = None  # None: float32; bfloat16 is for the base of an adapter
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: Literal["none", "dots", "attention", "full"] | None = None
+    scan_layers: bool | None = None
     mlp_tile: int | None = None
     attention: Implementation | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are

@@ -129,7 +129,7 @@ def run_frozen(
         graph, stacked = transformer.split_stack()
         start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
         of_layers: tuple[KeysValues, KeysValues]
-        (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked)
+        (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked, unroll=not config.scan_layers)
         return Frozen(of_layers[0], of_layers[1], transformer.final_norm(x_memory))
 
 
@@ -151,14 +151,15 @@ def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, 
         return layer.after_attention(x, layer.attention.o_proj(out, True), True)
 
     if config.remat != "none":
-        run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=False)
+        run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers)
     with jax.default_matmul_precision(config.matmul_precision):
         graph, stacked = transformer.split_stack()
         embedding = transformer.mask_embedding[...]
         # Repeated before it is rounded, so that its gradient, a sum over all masks, is summed in float32.
         repeated = jnp.broadcast_to(embedding, (*masks.rows.shape, embedding.size)).astype(config.dtype)
         x = constrain(repeated, "batch", None, None)
-        x, _ = jax.lax.scan(lambda x, read: (run(x, *read), None), x, (stacked, frozen.memory, frozen.observed))
+        read = stacked, frozen.memory, frozen.observed
+        x, _ = jax.lax.scan(lambda x, read: (run(x, *read), None), x, read, unroll=not config.scan_layers)
         return transformer.final_norm(x)
 
 

@@ -149,11 +149,12 @@ class Transformer(nnx.Module):
             index, state = index_and_state
             return nnx.merge(graph, state)(carry[0], cache=carry[1], layer=index, pattern=of_each, **given), None
 
+        apart = cache is None and not self.config.scan_layers
         if self.config.remat != "none":  # in a scan nothing is there to be merged with, so no barriers against it
-            run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=False)
+            run_layer = jax.checkpoint(run_layer, policy=REMAT_POLICIES[self.config.remat], prevent_cse=apart)
         # The cache rides in the carry: as scanned input and output it would be copied at every step.
         indexed = (jnp.arange(self.config.num_layers), stacked)
-        x_BLD, cache = jax.lax.scan(run_layer, (x_BLD, cache), indexed)[0]
+        x_BLD, cache = jax.lax.scan(run_layer, (x_BLD, cache), indexed, unroll=apart)[0]
         return of_read(pattern, x_BLD), cache
 
     def _run_list(
