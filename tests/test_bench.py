@@ -50,6 +50,7 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(
         (batch, decoder) for batch in (1, 2) for decoder in ("ar", "verified", "lookup")
     ]
     assert all(row["equal_to_ar"] == row["work"]["batch"] for row in results["rows"])
+    assert (results["dtype"], results["kernel_dtype"]) == ("float32", "float32")
     assert (tmp_path / "out" / "bench.png").read_bytes()[:4] == b"\x89PNG"
     said = " ".join(out.split())
     assert "medians of 1, window_size=4" in said and figures[0].get_suptitle().split()[-1] == "window_size=4"
@@ -96,7 +97,10 @@ def speed(decoder, batch, over_ar, tokens=6):
 
 
 def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
-    args, found = command.Bench("x", out=tmp_path), command.Found({}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9))
+    args, found = (
+        command.Bench("x", out=tmp_path),
+        command.Found({}, {}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9)),
+    )
     command.save(args, found)
     before = (tmp_path / "bench.json").read_bytes()
     with pytest.raises(UserError, match=r"bench.json: cannot be written \(file too large\)"), full_disk():

@@ -33,6 +33,7 @@ def test_texts_speed_and_entropy_are_told_for_every_decoder(monkeypatch, capsys,
     monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
     command.main()
     results = json.loads((out / "open_ended.json").read_text())
+    assert results["dtype"] == "float32"
     labels = ["AR", "block-wise", "streaming, tau=inf", "lookup", "verified"]
     assert [m["label"] for m in results["measures"]] == labels
     assert [set(text) for text in results["texts"]] == [{"prompt", "level", *labels}] * 3

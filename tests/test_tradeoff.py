@@ -26,6 +26,7 @@ def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
     command.main()
     results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
+    assert results["dtype"] == "float32"
     found = [(p["settings"]["entropy_threshold"], p["settings"]["distance_penalty"]) for p in results["points"]]
     assert found == [(0.1, 0.0), (0.1, 1.0), ("inf", 0.0), ("inf", 1.0)]
     assert all(0 <= p["commit_rate"] <= 1 and 0 <= p["out_of_order"] <= 1 for p in results["points"])

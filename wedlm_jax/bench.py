@@ -33,7 +33,7 @@ from wedlm_jax.engine.memory import cache_bytes
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
 from wedlm_jax.evals.roofline import Rates
-from wedlm_jax.evals.show import device
+from wedlm_jax.evals.show import device, ran
 from wedlm_jax.evals.speed import Speed, Work, compare, longest_prompt, own_length
 from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
@@ -44,7 +44,6 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
-from wedlm_jax.version import __version__
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
 PROBLEMS = 256  # drawn of a task, to make prompts of
@@ -89,6 +88,7 @@ class Bench:
 class Found:
     """What a run has come to so far."""
 
+    ran: dict[str, Any]  # `show.ran`
     settings: dict[str, Any]  # of each decoder
     left_out: list[str]  # a line for each length or piece of work that is not in `speeds`
     speeds: list[Speed] = dataclasses.field(default_factory=list)
@@ -123,7 +123,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     settings = {name: settings_as_json(resolved(model, config)) for name, config in asked.items()}
     in_use = list(named.values())
     console.print("\n".join([*calibration_in_use(model, in_use), *windows_in_use(model, in_use), *left_out, ""]))
-    found = Found(settings, [*left_out])
+    found = Found(ran(model.config, args.mesh), settings, [*left_out])
     try:
         measure(args, model, decode, configs, work, problems, found, console)
     finally:  # of a grid that was interrupted too
@@ -252,7 +252,7 @@ def problems_of(name: TaskName, limit: int = PROBLEMS, seed: int = 0) -> list[Pr
 def save(args: Bench, found: Found) -> None:
     assert args.out is not None and found.rates is not None
     results: dict[str, Any] = {
-        "model": args.model, "device": device(args.mesh), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "model": args.model, **found.ran,
         "repeats": args.repeats, "settings": found.settings, "rates": dataclasses.asdict(found.rates),
         "rows": [dataclasses.asdict(speed) for speed in found.speeds],
         "official": [dataclasses.asdict(row) for row in found.besides], "left_out": found.left_out,

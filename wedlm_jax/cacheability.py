@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -21,14 +21,13 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
-from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table
+from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table, ran
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
-from wedlm_jax.version import __version__
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
 
@@ -98,7 +97,7 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
             told = f"{ar.task}: {points[-1].in_words()}"
             progress.console.print(told, highlight=False, soft_wrap=True, markup=False)
             if args.out is not None:
-                save(args.out, args, measured)
+                save(args.out, args, ran(model.config, args.mesh), measured)
 
         for of, problems in tasks:
             measure(model, settings, of, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point)
@@ -115,9 +114,9 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     return measured
 
 
-def save(out: Path, args: Cacheability, measured: dict[str, tuple[Row, list[Point]]]) -> None:
+def save(out: Path, args: Cacheability, how: dict[str, Any], measured: dict[str, tuple[Row, list[Point]]]) -> None:
     results = {
-        "model": args.model, "device": device(args.mesh), "version": __version__,
+        "model": args.model, **how,
         "tasks": {
             name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
             for name, (ar, points) in measured.items()

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 from rich.columns import Columns
 from rich.console import Console
@@ -44,7 +43,7 @@ from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
-from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, results_table
+from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, ran, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
@@ -56,7 +55,6 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
-from wedlm_jax.version import __version__
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
 LONGEST_PART = 160  # characters of a folder's name that say what was set; a file system has room for 255 bytes
@@ -219,7 +217,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     return {
-        "name": plan.title, "device": device(plan.mesh), "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+        "name": plan.title, **ran(next(iter(plan.models.values())).config, plan.mesh),
         "rows": [dataclasses.asdict(row) for row in rows],
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich import box
@@ -28,14 +28,13 @@ from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
-from wedlm_jax.evals.show import device
+from wedlm_jax.evals.show import device, ran
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
-from wedlm_jax.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +112,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         def on_decoder(found: OpenEnded) -> None:
             progress.console.print(found.measures[-1].in_words(), highlight=False, soft_wrap=True)
             if args.out is not None:
-                save(args, found)
+                save(args, ran(model.config, args.mesh), found)
 
         found = measure(
             model, settings, prompts, references,
@@ -132,11 +131,10 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     return found
 
 
-def save(args: OpenEndedFlags, found: OpenEnded) -> None:
+def save(args: OpenEndedFlags, how: dict[str, Any], found: OpenEnded) -> None:
     assert args.out is not None
     results = {
-        "model": args.model, "device": device(args.mesh), "version": __version__, "prompts": args.input and str(args.input),
-        **dataclasses.asdict(found),
+        "model": args.model, **how, "prompts": args.input and str(args.input), **dataclasses.asdict(found),
     }  # fmt: skip
     write_json(args.out / "open_ended.json", results)
 

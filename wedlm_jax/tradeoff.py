@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -20,7 +20,7 @@ from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
-from wedlm_jax.evals.show import cut_short, device, points_table
+from wedlm_jax.evals.show import cut_short, device, points_table, ran
 from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import (
@@ -37,7 +37,6 @@ from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE
-from wedlm_jax.version import __version__
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +79,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         def on_point(ar: Row, points: list[Point]) -> None:  # a large grid takes hours
             progress.console.print(points[-1].in_words(), highlight=False, soft_wrap=True)
             if args.out is not None:
-                save(args.out, args, ar, points)
+                save(args.out, args, ran(model.config, args.mesh), ar, points)
 
         ar, points = measure(
             model, settings, chosen, problems, batch_size=args.batch_size, on_batch=on_batch, on_point=on_point
@@ -99,9 +98,9 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     return points
 
 
-def save(out: Path, args: Tradeoff, ar: Row, points: list[Point]) -> None:
+def save(out: Path, args: Tradeoff, how: dict[str, Any], ar: Row, points: list[Point]) -> None:
     results = {
-        "model": args.model, "device": device(args.mesh), "version": __version__, "ar": dataclasses.asdict(ar),
+        "model": args.model, **how, "ar": dataclasses.asdict(ar),
         "points": [p.as_json() for p in points],
         "pareto_front": [p.row.label for p in pareto_front(points)] if ar.accuracy else [],
         "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],

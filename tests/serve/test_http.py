@@ -158,6 +158,18 @@ def test_a_connection_serves_one_request_after_another(server):
             assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
 
 
+def test_of_a_head_the_headers_alone_are_sent(server):
+    with contextlib.closing(connect(server)) as connection:
+        for path, status in (("/health", 200), ("/v1/models", 200), ("/nowhere", 404), ("/health", 200)):
+            connection.request("GET", path)
+            whole = connection.getresponse()
+            body = whole.read()
+            connection.request("HEAD", path)
+            reply = connection.getresponse()
+            assert (reply.status, reply.headers["Content-Length"]) == (whole.status, str(len(body))) and body
+            assert (reply.status, reply.read()) == (status, b"")  # and the connection goes on
+
+
 def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monkeypatch):
     """Which takes 40 ms on a connection that is kept open."""
     at_once = []
@@ -367,6 +379,9 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
             status, answer = ask(server, COMPLETIONS, asked, {**JSON, **brought})
             assert (status, answer["error"]["type"]) == (401, "invalid_request_error")
             assert look(server, "/v1/models", brought)[0] == 401
+        with contextlib.closing(connect(server)) as connection:
+            connection.request("GET", "/v1/models")
+            assert connection.getresponse().headers["WWW-Authenticate"] == "Bearer"
         right = {"Authorization": "Bearer s3cret"}
         assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
         assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)

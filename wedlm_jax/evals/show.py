@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from matplotlib import colormaps
@@ -16,7 +17,9 @@ from rich.text import Text
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import Point
+from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig, mesh_of_first
+from wedlm_jax.version import __version__
 
 P_CACHE_NOTE = (
     "p_cache (Eq. 4): generated tokens over token instances processed. It counts a token once as a mask and once as itself, "
@@ -94,6 +97,14 @@ def device(config: MeshConfig = ONE_DEVICE) -> str:
     if mesh is None:
         return kind
     return f"{mesh.size} x {kind} ({', '.join(f'{name} {size}' for name, size in mesh.shape.items() if size > 1)})"
+
+
+def ran(config: ModelConfig, mesh: MeshConfig = ONE_DEVICE) -> dict[str, Any]:
+    """For a file of results: what the decoding ran on, and in which numbers."""
+    return {
+        "device": device(mesh), "dtype": config.dtype, "kernel_dtype": config.kernel_dtype or config.dtype,
+        "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
+    }  # fmt: skip
 
 
 def filling_steps(completion: Completion, prompt_length: int) -> list[int]:

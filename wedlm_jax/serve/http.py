@@ -104,6 +104,8 @@ class Handler(BaseHTTPRequestHandler):
         except Refused as error:
             self._refuse(error.status, str(error))
 
+    do_HEAD = do_GET  # what looks whether a server is up may ask for the headers alone
+
     def do_POST(self) -> None:
         path, started = self.path.partition("?")[0], time.perf_counter()
         try:
@@ -231,10 +233,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(encoded)))
+        if status is HTTPStatus.UNAUTHORIZED:
+            self.send_header("WWW-Authenticate", "Bearer")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        self.wfile.write(encoded)
+        if self.command != "HEAD":
+            self.wfile.write(encoded)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         self._note(f"{status.value}: {message}")
