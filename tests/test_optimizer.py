@@ -6,12 +6,16 @@ import itertools
 import json
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from benchmarks.kernel_bytes import kernels
 from tests.conftest import FULL
+from tests.tiny_training import SETTINGS
 from wedlm_jax import train_step
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError
@@ -19,7 +23,7 @@ from wedlm_jax.hf.weight_map import rows
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.objective import ObjectiveConfig
-from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, decayed, learning_rate, make_adamw
+from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, decayed, learning_rate, make_adamw, scale_by_adam
 from wedlm_jax.train_state import new_state
 from wedlm_jax.train_step import StepSettings, wedlm_step
 
@@ -193,3 +197,32 @@ def test_a_bfloat16_first_moment_leaves_parameters_and_second_moment_in_float32(
     update, state = adamw.update(params, adamw.init(params), params)
     assert state[0].mu["a.kernel"].dtype == jnp.bfloat16
     assert state[0].nu["a.kernel"].dtype == update["a.kernel"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adam_is_that_of_optax_and_stays_as_it_is_where_gradients_are_not_finite(dtype):
+    config = OptimizerConfig(first_moment_dtype=dtype)
+    ours, theirs = scale_by_adam(config), optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=dtype)
+    random, params = np.random.default_rng(0), {"a": jnp.zeros((16, 32))}
+    state, expected = ours.init(params), theirs.init(params)
+    for _ in range(3):
+        gradients = {"a": jnp.asarray(random.normal(size=(16, 32)), jnp.float32)}
+        direction, state = ours.update(gradients, state, finite=jnp.bool_(True))
+        wanted, expected = theirs.update(gradients, expected)
+        chex.assert_trees_all_equal((direction, state), (wanted, expected))
+        _, kept = ours.update({"a": gradients["a"].at[3].set(jnp.nan)}, state, finite=jnp.bool_(False))
+        chex.assert_trees_all_equal(kept, state)
+
+
+def test_an_update_holds_no_parameters_or_moments_beside_those_that_it_is_given():
+    params = {name: jax.ShapeDtypeStruct((256, 512), jnp.float32) for name in ("a.kernel", "b.kernel")}
+    state = jax.eval_shape(lambda params: new_state(params, SETTINGS.optimizer), params)
+    run = jax.jit(
+        lambda state, gradients: train_step.update(state, gradients, {"loss": 1.0}, SETTINGS)[0], donate_argnums=0
+    )
+    compiled = run.lower(state, params).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 256 * 512 / 4
+    moved = sum(one.runs * one.nbytes for one in kernels(compiled.as_text()))
+    assert moved < 11.1 * 4 * 256 * 512 * len(
+        params
+    )  # each read and written once, gradients and new moments read twice more

@@ -76,9 +76,35 @@ def decayed(config: OptimizerConfig, params: Mapping[str, Any]) -> dict[str, boo
     return {name: not name.endswith(undecayed) for name in params}
 
 
+def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` whose state stays as it is where the gradients are not `finite`.
+
+    The direction is made of the moments that are kept. Made of new ones that are chosen or dropped later, XLA on CPU would hold
+    both, and read and write the moments twice.
+    """
+    plain = optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.first_moment_dtype)
+
+    def update(gradients, state, params=None, *, finite: jax.Array | bool = True):
+        del params
+
+        def kept(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+        count = kept(state.count + 1, state.count)
+        mu = kept(optax.tree.update_moment(gradients, state.mu, config.b1, 1), state.mu)
+        nu = kept(optax.tree.update_moment_per_elem_norm(gradients, state.nu, config.b2, 2), state.nu)
+        mu_hat, nu_hat = (
+            optax.tree.bias_correction(moment, decay, count) for moment, decay in ((mu, config.b1), (nu, config.b2))
+        )
+        direction = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + config.eps), mu_hat, nu_hat)
+        return direction, optax.ScaleByAdamState(count, optax.tree.cast_like(mu, state.mu), nu)
+
+    return optax.GradientTransformationExtraArgs(plain.init, update)
+
+
 def make_adamw(config: OptimizerConfig) -> optax.GradientTransformation:
-    """AdamW's direction, still to be multiplied by minus the learning rate."""
+    """AdamW's direction, still to be multiplied by minus the learning rate. Its `update` takes `finite`, as `scale_by_adam`'s."""
     return optax.chain(
-        optax.scale_by_adam(config.b1, config.b2, config.eps, mu_dtype=config.first_moment_dtype),
+        scale_by_adam(config),
         optax.add_decayed_weights(config.weight_decay, mask=lambda params: decayed(config, params)),
     )

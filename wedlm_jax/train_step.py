@@ -23,7 +23,6 @@ from wedlm_jax.model.flops import mask_training_flops, training_flops
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
-from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import batch_sharding, on_mesh, replicated
 from wedlm_jax.train_state import TrainState, state_shardings
@@ -244,17 +243,13 @@ def update(
     """Clip, AdamW, schedule. Where the loss or a gradient is not finite, parameters and optimizer stay as they are."""
     gradients, norm = clip_by_global_norm(gradients, settings.optimizer.clip_norm)
     rate = learning_rate(settings.optimizer, state.step, settings.total_steps)
-    direction, opt_state = make_adamw(settings.optimizer).update(gradients, state.opt_state, state.params)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    direction, opt_state = make_adamw(settings.optimizer).update(
+        gradients, state.opt_state, state.params, finite=finite
+    )
     params = optax.apply_updates(state.params, jax.tree.map(lambda x: -rate * x, direction))
 
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), params, state.params)
-    in_turn = finite
-    if target_platform() == "cpu":
-        # XLA there computes parameters and moments each in a loop of its own, from the old moments. Only if the moments wait for
-        # the parameters are they overwritten in place, instead of copied first, which takes as much memory as they do.
-        in_turn &= ~jnp.isnan(sum(x[(0,) * x.ndim] for x in jax.tree.leaves(params)))
-    opt_state = jax.tree.map(lambda new, old: jnp.where(in_turn, new, old), opt_state, state.opt_state)
     skip = jnp.where(finite, 0, 1)
     state = dataclasses.replace(
         state,
