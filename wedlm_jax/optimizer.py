@@ -90,7 +90,7 @@ def scale_by_adam(config: OptimizerConfig) -> optax.GradientTransformationExtraA
         def kept(new: Any, old: Any) -> Any:
             return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
-        count = kept(state.count + 1, state.count)
+        count = kept(optax.safe_increment(state.count), state.count)
         mu = kept(optax.tree.update_moment(gradients, state.mu, config.b1, 1), state.mu)
         nu = kept(optax.tree.update_moment_per_elem_norm(gradients, state.nu, config.b2, 2), state.nu)
         mu_hat, nu_hat = (

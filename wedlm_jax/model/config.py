@@ -52,7 +52,7 @@ class ModelConfig:
     attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
     scan_layers: bool = (
-        True  # one program for all layers; False: each has its own in training, which takes longer to compile
+        True  # one program for all layers; False: where no cache is, each has its own, which compiles longer
     )
     mlp_tile: int | None = None  # tokens of a row in the MLP at once, which the backward pass computes again; None: all
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
