@@ -158,7 +158,7 @@ def row(name: str, flags: Flags, apart: bool, joined: bool, attention: Implement
 
 def operations(text: str) -> Iterator[tuple[str, str, int]]:
     """Result, operation and how often it runs, of what the loop of forwards runs. Of a condition's branches the first counts, a
-    loop whose length is data runs once."""
+    loop whose length is data runs as often as `kernel_runs` says, or once."""
     computations = runs_by_computation(text)
     inside_kernels = parts_of_operations(computations)
     for name, (lines, times) in computations.items():

@@ -1,4 +1,4 @@
-"""Bytes that the kernels of a program compiled for a GPU read and write.
+"""Bytes that the kernels of a program compiled for a GPU, or the loops of one for a CPU, read and write.
 
 Loops over elements are bound by them, so over the rate of the memory they are close to the time that these take.
 """
@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from wedlm_jax.program_costs import PARTS, parts_of_operations, runs_by_computation
 
-KERNELS = ("fusion", "custom-call", "copy", "sort", "scatter", "reduce", "dot", "transpose", "convert")
-_LINE = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)")
+KERNELS = ("custom-call", "copy", "sort", "scatter", "reduce", "dot", "transpose", "convert")
+_LINE = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(?:,|$)")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 
 
@@ -38,23 +38,22 @@ def kernels(text: str) -> Iterator[Kernel]:
     computations = runs_by_computation(text)
     parts = parts_of_operations(computations)
     for name, (lines, runs) in computations.items():
-        operations, _ = _parsed(lines) if runs and name not in parts else ({}, "")
+        operations = _parsed(lines) if runs and name not in parts else {}
         for operation in operations.values():
-            if operation.kind not in KERNELS:
-                continue
-            nbytes = _nbytes(operation.shape) + sum(
-                _nbytes(operations[name].shape) for name in operation.arguments if name in operations
-            )
-            multiplies = operation.kind == "dot" or "gemm" in operation.line
             if operation.kind == "fusion":
                 (inner,) = PARTS.findall(operation.line)
                 body = computations[inner][0]
-                nbytes, multiplies = _of_fusion(body), any(" dot(" in line for line in body)
-            yield Kernel(nbytes, runs, multiplies, operation.kind == "custom-call" and not multiplies)
+                yield Kernel(_of_fusion(body), runs, any(" dot(" in line for line in body), custom=False)
+            elif operation.kind in KERNELS:
+                read = sum(_nbytes(operations[argument].shape) for argument in operation.arguments)
+                multiplies = operation.kind == "dot" or "gemm" in operation.line
+                custom = operation.kind == "custom-call" and not multiplies
+                yield Kernel(read + _nbytes(operation.shape), runs, multiplies, custom)
 
 
 def _of_fusion(lines: list[str]) -> int:
-    operations, root = _parsed(lines)
+    operations = _parsed(lines)
+    root = next(name for name, operation in operations.items() if operation.line.lstrip().startswith("ROOT "))
     users: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for name, operation in operations.items():
         for place, argument in enumerate(operation.arguments):
@@ -82,11 +81,10 @@ def _of_fusion(lines: list[str]) -> int:
     return written(root) + sum(read(name) for name, one in operations.items() if one.kind == "parameter")
 
 
-def _parsed(lines: list[str]) -> tuple[dict[str, _Operation], str]:
-    """Operations by name, and the name of the root."""
+def _parsed(lines: list[str]) -> dict[str, _Operation]:
+    """Operations by name."""
     found = [match for line in lines if (match := _LINE.match(line))]
-    operations = {m[2]: _Operation(m[3], m[4], re.findall(r"%([\w.\-]+)", m[5]), m.string) for m in found}
-    return operations, next((match[2] for match in found if match[1]), "")
+    return {m[1]: _Operation(m[2], m[3], re.findall(r"%([\w.\-]+)", m[4]), m.string) for m in found}
 
 
 def _nbytes(shape: str) -> int:

@@ -29,7 +29,18 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MASK_TOKEN_ID = 1
-OF_OUR_STEP = ("shape", "rows", "documents", "block_size", "layers", "dtype", "remat", "mlp_tile", "attention")
+OF_OUR_STEP = (
+    "shape",
+    "rows",
+    "documents",
+    "block_size",
+    "layers",
+    "dtype",
+    "remat",
+    "mlp_tile",
+    "scan_layers",
+    "attention",
+)
 # Of their config class, and of ours.
 FIELDS = {
     "vocab_size": "vocab_size",

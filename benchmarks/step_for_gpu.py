@@ -17,7 +17,7 @@ import tyro
 
 from benchmarks.kernel_bytes import kernels
 from benchmarks.side_by_side import print_table
-from wedlm_jax.absent_devices import canonical, chip_of, devices
+from wedlm_jax.absent_devices import Chip, canonical, chip_of, devices
 from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.errors import entry
 from wedlm_jax.experiment import load_experiment
@@ -25,15 +25,7 @@ from wedlm_jax.ops.attention import Implementation, trial
 from wedlm_jax.sharding import make_mesh
 
 ONE_ROW = ("train.batch_size=1", "train.micro_batches=1", "mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")
-# model.scan_layers and model.remat.
-FORMS: dict[str, tuple[bool, str]] = {
-    "a scan, remat=none": (True, "none"),
-    "a scan, remat=dots": (True, "dots"),
-    "a scan, remat=attention": (True, "attention"),
-    "layers apart, remat=none": (False, "none"),
-    "layers apart, remat=dots": (False, "dots"),
-    "layers apart, remat=attention": (False, "attention"),
-}
+FORMS = [(scan_layers, remat) for scan_layers in (True, False) for remat in ("none", "dots", "attention")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +52,11 @@ def main() -> None:
             "GB of temporaries",
             "s to compile",
         ),
-        (row(flags, *form, name) for name, form in FORMS.items()),
+        (row(flags, chip, *form) for form in FORMS),
     )
 
 
-def row(flags: Flags, scan_layers: bool, remat: str, name: str) -> tuple[str, ...]:
+def row(flags: Flags, chip: Chip, scan_layers: bool, remat: str) -> tuple[str, ...]:
     form = (f"model.scan_layers={scan_layers}", f"model.remat={remat}", f"model.attention={flags.attention}")
     experiment = load_experiment(flags.exp, [*ONE_ROW, *form, *flags.overrides])
     mesh = make_mesh(experiment.mesh, devices(canonical(flags.topology)))
@@ -77,9 +69,9 @@ def row(flags: Flags, scan_layers: bool, remat: str, name: str) -> tuple[str, ..
     moved = sum(one.runs * one.nbytes for one in loops)
     by_products = sum(one.runs * one.nbytes for one in found if one.multiplies)
     return (
-        name,
+        f"{'a scan' if scan_layers else 'layers apart'}, remat={remat}",
         f"{moved / 1e9:,.{0 if moved > 1e10 else 2}f}",
-        f"{1e3 * moved / chip_of(canonical(flags.topology)).hbm_bandwidth:.0f}",
+        f"{1e3 * moved / chip.hbm_bandwidth:.0f}",
         f"{sum(one.runs for one in loops):,}",
         f"{by_products / 1e9:.0f}",
         f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.1f}",

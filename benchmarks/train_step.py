@@ -59,6 +59,7 @@ class Flags:
     """Other than that of the shape."""
     remat: Remat = "dots"
     mlp_tile: int | None = None
+    scan_layers: bool = True
     """Tokens of a row whose MLP is computed at once, and again in the backward pass."""
     attention: Implementation = "auto"
     adapter: int | None = None
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 def model_of(flags: Flags) -> ModelConfig:
-    fields = ("dtype", "remat", "mlp_tile", "attention")
+    fields = ("dtype", "remat", "mlp_tile", "scan_layers", "attention")
     return shapes.shape(flags.shape, num_layers=flags.layers, **{name: getattr(flags, name) for name in fields})
 
 

@@ -97,10 +97,8 @@ def speed(decoder, batch, over_ar, tokens=6):
 
 
 def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
-    args, found = (
-        command.Bench("x", out=tmp_path),
-        command.Found({}, {}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9)),
-    )
+    args = command.Bench("x", out=tmp_path)
+    found = command.Found({}, {}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9))
     command.save(args, found)
     before = (tmp_path / "bench.json").read_bytes()
     with pytest.raises(UserError, match=r"bench.json: cannot be written \(file too large\)"), full_disk():

@@ -54,10 +54,10 @@ def batch_of(settings, batch):
 J = ADAPTED.objective.block_size
 
 
-@functools.partial(jax.jit, static_argnames=("targets", "temperature"))
-def in_two_passes(base, adapter, streams, weights, targets="data", temperature=1.0):
+@functools.partial(jax.jit, static_argnames=("model", "targets", "temperature"))
+def in_two_passes(base, adapter, streams, weights, model=ADAPTED.model, targets="data", temperature=1.0):
     objective = dict(block_size=J, targets=targets, temperature=temperature)
-    return mask_gradients(adapter, base, streams, weights, model=ADAPTED.model, **objective)
+    return mask_gradients(adapter, base, streams, weights, model=model, **objective)
 
 
 @functools.partial(jax.jit, static_argnames=("targets", "temperature"))
@@ -82,8 +82,8 @@ def in_one_pass(base, adapter, streams, weights, targets="data", temperature=1.0
     return jax.value_and_grad(loss)(adapter)
 
 
-def assert_same(streams, weights, **targets):
-    gradients, value, _ = in_two_passes(*parameters(), streams, weights, **targets)
+def assert_same(streams, weights, model=ADAPTED.model, **targets):
+    gradients, value, _ = in_two_passes(*parameters(), streams, weights, model, **targets)
     expected_value, expected = in_one_pass(*parameters(), streams, weights, **targets)
     np.testing.assert_allclose(value, expected_value, rtol=1e-5, atol=1e-6)
     assert gradients.keys() == expected.keys()
@@ -96,6 +96,12 @@ def assert_same(streams, weights, **targets):
 @pytest.mark.parametrize("objective", [{}, {"fully_masked": 1.0}, {"suffix_masked": 0.5, "fully_masked": 0.3}])
 def test_gradients_are_those_of_every_row_in_one_pass(objective):
     assert_same(*batch_of(with_objective(**objective), packed_batch()))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"] if FULL else ["full"])
+def test_layers_compiled_each_by_itself_have_the_same_gradients(remat):
+    apart = dataclasses.replace(ADAPTED.model, scan_layers=False, remat=remat)
+    assert_same(*batch_of(ADAPTED, packed_batch()), model=apart)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0] if FULL else [2.0])

@@ -223,6 +223,5 @@ def test_an_update_holds_no_parameters_or_moments_beside_those_that_it_is_given(
     compiled = run.lower(state, params).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * 256 * 512 / 4
     moved = sum(one.runs * one.nbytes for one in kernels(compiled.as_text()))
-    assert moved < 11.1 * 4 * 256 * 512 * len(
-        params
-    )  # each read and written once, gradients and new moments read twice more
+    # All read and written once, but gradients, which norm and both moments read, and the new moments, which parameters read.
+    assert moved < 11.1 * 4 * 256 * 512 * len(params)

@@ -51,9 +51,8 @@ class ModelConfig:
     matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
-    scan_layers: bool = (
-        True  # one program for all layers; False: where no cache is, each has its own, which compiles longer
-    )
+    # One program for all layers; False: where there is no cache each has its own, which takes longer to compile.
+    scan_layers: bool = True
     mlp_tile: int | None = None  # tokens of a row in the MLP at once, which the backward pass computes again; None: all
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
