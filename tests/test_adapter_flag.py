@@ -101,6 +101,24 @@ def test_every_command_decodes_over_the_devices_that_are_given(command, tmp_path
     assert asked == [MeshConfig(data=1), MeshConfig(data=-1, tensor=2)]
 
 
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"bench"}))  # whose prompts are plain text
+def test_every_command_that_reads_messages_takes_variables_of_their_template(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Anna"}\n')
+    asked = []
+
+    def load(path, dtype=None, *, chat_template_kwargs, **_):
+        asked.append(chat_template_kwargs)
+        raise UserError("enough")
+
+    monkeypatch.setattr(pretrained, "load", load)
+    for flags in ([], ["--chat-template-kwargs", '{"enable_thinking": false}'], ["--chat-template-kwargs", "false"]):
+        assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
+    assert asked == [None, {"enable_thinking": False}]
+    assert "error: --chat-template-kwargs='false': must be an object" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not FULL, reason="compiles two decoders; launch/test.sh --full")
 def test_verified_generation_with_it_prints_the_text_of_the_base(folder, monkeypatch, capsys):
     texts = []
@@ -163,5 +181,6 @@ def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_o
 
 
 def test_an_experiment_has_its_own(monkeypatch, capsys):
-    assert run(monkeypatch, "evaluate", "--exp", "quickstart", "--adapter", "x") == 2
-    assert "error: --adapter goes with --model DIR; an experiment has its own" in capsys.readouterr().err
+    for flag, value in (("--adapter", "x"), ("--chat-template-kwargs", "{}")):
+        assert run(monkeypatch, "evaluate", "--exp", "quickstart", flag, value) == 2
+        assert f"error: {flag} goes with --model DIR; an experiment has its own" in capsys.readouterr().err

@@ -44,7 +44,10 @@ def documented() -> list:
 
 @functools.cache
 def tokenizer():
-    return make_tokenizer(TokenizerConfig(vocab_size=300), DataConfig(num_problems=50))
+    """With a template that reads what Qwen3's do."""
+    made = make_tokenizer(TokenizerConfig(vocab_size=300), DataConfig(num_problems=50))
+    made.chat_template += "{{ enable_thinking }}"
+    return made
 
 
 def mesh_of(config, devices: int) -> AbstractMesh:

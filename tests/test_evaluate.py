@@ -338,7 +338,7 @@ def test_rounded_weights_are_measured_against_their_own_ar(call, tmp_path):
     flags = ("--model", tmp_path / "model", "--int8", "--task", "counting", "--limit", 2, "--max-new-tokens", 8)
     shown = call(*flags, "--decoder", "verified", "--window-size", 4, "--out", tmp_path / "out")
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["name"] == f"{tmp_path / 'model'} in int8" and "model in int8" in " ".join(shown.split())
+    assert results["name"] == f"{tmp_path / 'model'} in int8" and "modelinint8" in "".join(shown.split())
     assert results["rows"][1]["equal_to_ar"] == 2
 
 

@@ -1,5 +1,6 @@
 """The loop: a run that was cut off ends as if it had not been, and what it needs is asked for in one line."""
 
+import copy
 import dataclasses
 import itertools
 import json
@@ -13,12 +14,14 @@ import numpy as np
 import pytest
 
 from tests.bad_input import full_disk
+from tests.evals.models import tiny_model
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer
+from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
@@ -332,6 +335,33 @@ def test_decoding_stops_where_the_training_data_end_a_turn(tmp_path):
     assert model.tokenizer is not None
     ends = [model.tokenizer.eos_token_id, model.tokenizer.convert_tokens_to_ids("<|endoftext|>")]
     assert model.eos_token_ids == tuple(dict.fromkeys(ends))
+
+
+def test_prompts_of_a_trained_model_and_of_its_export_are_written_as_in_training(tmp_path):
+    """`data.chat_template_kwargs` is in the template that both carry, wherever the base had it."""
+    base = dataclasses.replace(tiny_model(), tokenizer=copy.deepcopy(tiny_model().tokenizer))
+    base.tokenizer.chat_template += "{{ mood }}"
+    in_config, in_file = tmp_path / "in_config", tmp_path / "in_file"
+    save(base, in_config, "qwen3")
+    shutil.copytree(in_config, in_file)
+    config = json.loads((in_file / "tokenizer_config.json").read_text())
+    (in_file / "chat_template.jinja").write_text(config.pop("chat_template"))
+    (in_file / "tokenizer_config.json").write_text(json.dumps(config))
+    message = [{"role": "user", "content": "Tom?"}]
+    for folder in (in_config, in_file):
+        experiment = with_overrides(
+            f"init_from={folder}", "model=none", "train.steps=1", 'data.chat_template_kwargs={"mood": "glad"}'
+        )
+        workdir = tmp_path / f"{folder.name}_run"
+        train(experiment, workdir)
+        save(load(workdir), tmp_path / f"{folder.name}_out", "qwen3")
+        for place in (workdir, tmp_path / f"{folder.name}_out"):
+            assert render_messages(load(place), message).endswith("<|im_start|>assistant\nglad")
+            other = load(place, chat_template_kwargs={"mood": "sad"})
+            assert render_messages(other, message).endswith("<|im_start|>assistant\nsad")
+    assert "reads no 'moody'" in message_of(
+        override(experiment, 'data.chat_template_kwargs={"moody": 1}'), tmp_path / "other"
+    )
 
 
 def test_a_workdir_that_is_used_again_keeps_no_file_of_another_tokenizer(finished, tmp_path):

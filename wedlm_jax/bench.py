@@ -39,11 +39,11 @@ from wedlm_jax.evals.speed_plot import plot_speeds
 from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_ended_early
 from wedlm_jax.evals.sweep import resolved, settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
+from wedlm_jax.model_flags import ModelFlags
 from wedlm_jax.results import make_folder, save_figure, write_json
-from wedlm_jax.sharding import ONE_DEVICE
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
 PROBLEMS = 256  # drawn of a task, to make prompts of
@@ -52,11 +52,7 @@ SPARE_SLOTS = 256  # of a row's cache in another engine: a page of up to 128 slo
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Bench(ModelFlags):
     tasks: tuple[TaskName, ...] = ("counting", "word_problems", "stdlib_code")
     """What is decoded; these three are of low, medium and high entropy."""
     decoders: tuple[Decoder, ...] = ("lookup", "blockwise", "streaming", "verified")
@@ -78,7 +74,6 @@ class Bench:
     python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
     """The interpreter that has torch and what --baseline and --official need: the latter transformers, safetensors, tqdm and
     xxhash."""
-    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where bench.json and bench.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
@@ -104,7 +99,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
     """
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     decode = dataclasses.replace(args.decode, stop_ids=()) if args.ignore_end else args.decode
     configs = [decode.by(decoder) for decoder in ("ar", *args.decoders)]
     problems: dict[str, list[Problem]] = {name: problems_of(name) for name in args.tasks}

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
@@ -25,19 +24,15 @@ from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table, ran
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.model_flags import ChatModelFlags
 from wedlm_jax.results import make_folder, save_figure, write_json
-from wedlm_jax.sharding import ONE_DEVICE
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
 
 
 @dataclasses.dataclass(frozen=True)
-class Cacheability:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Cacheability(ChatModelFlags):
     tasks: tuple[Literal["word_problems", "counting", "copying"], ...] = ("counting", "word_problems")
     questions: QuestionsFlag = None
     match: MatchFlag = "number"
@@ -50,7 +45,6 @@ class Cacheability:
     confidences: tuple[float, ...] = (0.5, 0.9, 0.99)
     """Thresholds of block-wise decoding."""
     batch_size: int = 8
-    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where cacheability.json, written anew after every setting, and cacheability.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
@@ -81,7 +75,7 @@ def settings_of(args: Cacheability) -> list[Setting]:
 def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, list[Point]]]:
     """Runs it, prints a table a task and what follows from it, and returns AR and the points by task."""
     settings = settings_of(args)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     tasks = asked(args, args.tasks, model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)

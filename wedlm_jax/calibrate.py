@@ -27,9 +27,9 @@ from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.thresholds import choose, measure_thresholds
 from wedlm_jax.evals.windows import acceptance, forward_costs, mean_context
-from wedlm_jax.flags import AdapterFlag, parse, require_positive
+from wedlm_jax.flags import parse, require_positive
 from wedlm_jax.model.window_table import AUTO_WINDOWS, WindowTable
-from wedlm_jax.sharding import ONE_DEVICE
+from wedlm_jax.model_flags import ChatModelFlags
 
 ROUNDS = 5  # in which forwards are timed
 ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
@@ -37,14 +37,12 @@ ROWS_SHOWN = (1, 4, 16)  # prompts decoded at once
 FREE = ("max_new_tokens", "stop", "stop_ids", "temperature", "top_k", "top_p", "seed")
 
 
-@dataclasses.dataclass(frozen=True)
-class Calibrate:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrate(ChatModelFlags):
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     """HF directory or workdir of wedlm_jax.train; decoding.json or windows.json is written there, or beside its adapter."""
     data: Annotated[Path, tyro.conf.arg(metavar="IN.jsonl")]
     """Prompts such as the model will get, a line each, as for wedlm_jax.generate --input."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
     max_disagreement: float = 0.005
     """Of streaming: the largest share of tokens that AR decoding of the same weights would not have chosen."""
     limit: int = 50
@@ -61,7 +59,7 @@ def calibrate_windows(args: Calibrate, console: Console) -> MeasuredWindows:
     stored already of forwards on other devices stays."""
     _check_flags(args)
     named_prompts = read_prompts(args.data, "--data")[: args.limit]
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     # Every prompt is checked before any is decoded.
     prompts = [make_request(model, p, args.decode, row=0, name=name).prompt for name, p in named_prompts]
     found = [
@@ -103,7 +101,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     """Measures every pair, shows the table, and stores the fastest pair that agrees often enough."""
     _check_flags(args)
     prompts = read_prompts(args.data, "--data")[: args.limit]
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     measured = measure_thresholds(model, prompts, args.decode, args.max_disagreement, args.batch_size)
     chosen = choose(measured)
     console.print(as_table(measured, chosen))

@@ -26,6 +26,7 @@ from rich.text import Text
 from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
+from wedlm_jax.data.chat_template import Variables
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -47,11 +48,12 @@ from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_st
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
-from wedlm_jax.flags import AdapterFlag, parse, refuse_beside, require_positive
+from wedlm_jax.flags import AdapterFlag, ChatTemplateFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.int8 import in_int8
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
+from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import make_folder, save_figure, write_json
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
@@ -73,6 +75,7 @@ class Evaluate:
     """Or evaluate any model: HF directory, hub id, or workdir (its newest step; DIR@500 and DIR@best name another)."""
     adapter: AdapterFlag = None
     mesh: pretrained.MeshFlag = ONE_DEVICE
+    chat_template_kwargs: ChatTemplateFlag = None
     int8: bool = False
     """With --model: the kernels of its layers rounded to int8, as --dtype int8 does in other commands."""
     task: str | None = None
@@ -106,10 +109,9 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     """What `--exp NAME` asks for: the table of an adaptation, before and after."""
     if args.decode != DecodeConfig():
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
-    if args.adapter is not None:
-        raise UserError("--adapter goes with --model DIR; an experiment has its own")
-    if args.int8:
-        raise UserError("--int8 goes with --model DIR")
+    for flag in ("adapter", "int8", "chat_template_kwargs"):
+        if getattr(args, flag):
+            raise UserError(f"--{flag.replace('_', '-')} goes with --model DIR; an experiment has its own")
     refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match")})
     if others := [text for text in args.overrides if not text.startswith("evaluation.")]:
         raise UserError(f"{others[0]}: only evaluation.field=value can be set here; the rest is as it was trained")
@@ -159,7 +161,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(path, args.mesh, args.adapter, args.int8)
+    model = load_exact(path, args.mesh, args.adapter, args.int8, variables_of(args.chat_template_kwargs))
     tasks = asked(args, [args.task or ""], model)
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
@@ -167,13 +169,16 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     return Plan(title, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out, args.mesh)
 
 
-def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE, adapter: str | None = None, int8: bool = False) -> Model:
-    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for.
-
-    Args:
-      int8: its kernels rounded first (`model.int8`).
-    """
-    model = pretrained.load(path, "float32", adapter=adapter, mesh=mesh)
+def load_exact(
+    path: str,
+    mesh: MeshConfig = ONE_DEVICE,
+    adapter: str | None = None,
+    int8: bool = False,
+    variables: Variables | None = None,
+) -> Model:
+    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for. With `int8` its kernels are
+    rounded first (`model.int8`), and its chat template has these `variables`."""
+    model = pretrained.load(path, "float32", adapter=adapter, mesh=mesh, chat_template_kwargs=variables)
     model = in_int8(model, model.mesh) if int8 else model
     config = dataclasses.replace(model.config, matmul_precision="highest")
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))

@@ -38,6 +38,14 @@ DTypeFlag = Annotated[
     ),
 ]
 
+# The field `chat_template_kwargs` of a command that puts messages through a chat template.
+ChatTemplateFlag = Annotated[
+    str | None,
+    tyro.conf.arg(
+        metavar="JSON", help='Variables of the chat template, as {"enable_thinking": false} for Qwen3\'s not to think.'
+    ),
+]
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"[╭╮╰╯│─]+|-{3,}")
 _EXAMPLE = re.compile(r"^ *(?=python -m )", re.MULTILINE)

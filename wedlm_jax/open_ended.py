@@ -19,7 +19,6 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from wedlm_jax import pretrained
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
@@ -31,18 +30,14 @@ from wedlm_jax.evals.open_ended_plot import plot_open_ended
 from wedlm_jax.evals.show import device, ran
 from wedlm_jax.evals.sweep import ADAPTED, Setting
 from wedlm_jax.evals.tasks import Task
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive
+from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
+from wedlm_jax.model_flags import ChatModelFlags
 from wedlm_jax.results import make_folder, save_figure, write_json
-from wedlm_jax.sharding import ONE_DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenEndedFlags:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class OpenEndedFlags(ChatModelFlags):
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
     """Your prompts, {"prompt": str} or {"messages": [...]} a line; if not given, excerpts of held-out code."""
     code: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -56,7 +51,6 @@ class OpenEndedFlags:
     mauve: bool = False
     """Also score the continuations of code against what the files go on with (pip install mauve-text)."""
     batch_size: int = 1
-    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where open_ended.json, written anew after every decoder, and open_ended.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64, block_size=16)
@@ -97,7 +91,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     """Runs it, prints both tables, and returns what was measured."""
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    settings, model = settings_of(args), pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    settings, model = settings_of(args), args.load()
     named, references = prompts_of(args, model, console)
     for row, (name, prompt) in enumerate(named.items()):  # before any is decoded
         for setting in settings:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import tyro
 from jax.sharding import Mesh
 
+from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError
@@ -52,6 +54,7 @@ def load(
     mask_token_id: int | None = None,
     mesh: Mesh | MeshConfig | None = None,
     adapter: str | Path | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -65,15 +68,18 @@ def load(
         None: the first device.
       adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
         special ids and its calibration take the place of theirs.
+      chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` of Qwen3's, for every
+        conversation that is a prompt of this model. `save` writes the template as it was stored.
 
     Raises:
-      UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base.
+      UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base; the
+        chat template does not read a variable.
     """
     if isinstance(mesh, MeshConfig):
         mesh = mesh_of_first(mesh)
     if dtype in ("int8", jnp.int8):
         with on_host():
-            exact = load(path, None, mask_token_id, adapter=adapter)
+            exact = load(path, None, mask_token_id, adapter=adapter, chat_template_kwargs=chat_template_kwargs)
         return in_int8(exact, mesh)
     directory = locate(path)
     if is_workdir(directory):
@@ -93,7 +99,8 @@ def load(
         "calibration": _of_these_weights(directory / CALIBRATION_FILE, read_calibration(directory), model),
         "measured_windows": _of_these_weights(directory / WINDOWS_FILE, read_measured_windows(directory), model),
     }
-    return dataclasses.replace(model, source=model.source or str(path), **measured)
+    model = dataclasses.replace(model, source=model.source or str(path), **measured)
+    return model if chat_template_kwargs is None else _with_template(model, chat_template_kwargs)
 
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
@@ -222,6 +229,12 @@ def _of_these_weights(file: Path, found: Any, model: Model) -> Any:
         stacklevel=3,
     )
     return None
+
+
+def _with_template(model: Model, variables: Mapping[str, Any]) -> Model:
+    if model.tokenizer is None:
+        raise UserError("chat_template_kwargs: this model has no tokenizer, and so no chat template; leave it out")
+    return dataclasses.replace(model, tokenizer=with_defaults(model.tokenizer, variables, "chat_template_kwargs"))
 
 
 def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | None, mesh: Mesh | None) -> Model:

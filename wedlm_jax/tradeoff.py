@@ -16,7 +16,6 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from wedlm_jax import pretrained
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
@@ -34,17 +33,13 @@ from wedlm_jax.evals.tradeoff import (
     rank_correlations,
 )
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.model_flags import ChatModelFlags
 from wedlm_jax.results import make_folder, save_figure, write_json
-from wedlm_jax.sharding import ONE_DEVICE
 
 
 @dataclasses.dataclass(frozen=True)
-class Tradeoff:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """The weights: an HF directory, a workdir (its newest step; DIR@500 and DIR@best name another) or a hub id."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Tradeoff(ChatModelFlags):
     task: Literal["word_problems", "counting", "copying"] = "word_problems"
     questions: QuestionsFlag = None
     match: MatchFlag = "number"
@@ -57,7 +52,6 @@ class Tradeoff:
     penalties: tuple[float, ...] = (0.0, 1e-3, 1e-2, 2e-2, 1e-1, 1.0, 10.0)
     """lambda in nats per slot."""
     batch_size: int = 8
-    dtype: DTypeFlag = None
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where tradeoff.json, written anew after every setting, and tradeoff.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(max_new_tokens=64)
@@ -66,7 +60,7 @@ class Tradeoff:
 def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     """Runs it, prints a table and what follows from it, and returns the points."""
     settings = grid(args.decode, args.windows, args.thresholds, args.penalties)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     ((chosen, problems),) = asked(args, [args.task], model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
-from wedlm_jax.data.documents import with_end_token
+from wedlm_jax.data.documents import with_chat_template, with_end_token
 from wedlm_jax.data.pipeline import make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.distributed import is_main, of_main
@@ -28,6 +28,7 @@ from wedlm_jax.hf.tokenizer import (
     TOKENIZER_FILES,
     choose_mask_token_id,
     copy_tokenizer_files,
+    write_chat_template,
 )
 from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
@@ -245,17 +246,20 @@ def progress_of(init_from: str | None) -> str:
 def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that tokenizer.path names, else the one of init_from, else one trained on the data; kept in `folder`."""
     if initial is None or experiment.tokenizer.path is not None:
-        tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
+        tokenizer = with_chat_template(make_tokenizer(experiment.tokenizer, experiment.data), experiment.data)
         with writing(folder, _MEND):
             _remove_earlier(folder)
             save_tokenizer(tokenizer, folder)
         return tokenizer
     if initial.tokenizer is None:
         raise UserError(f"init_from={experiment.init_from} has no tokenizer; name the folder of one as tokenizer.path")
+    tokenizer = with_chat_template(initial.tokenizer, experiment.data)
     with writing(folder, _MEND):
         _remove_earlier(folder)
         copy_tokenizer_files(initial.files, initial.tokenizer, folder)
-    return initial.tokenizer
+        if tokenizer is not initial.tokenizer:
+            write_chat_template(tokenizer, folder)
+    return tokenizer
 
 
 def _remove_earlier(folder: Path) -> None:

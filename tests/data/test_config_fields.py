@@ -1,5 +1,6 @@
 """Every field of the data section changes something; a new one without a case here fails."""
 
+import copy
 import dataclasses
 import itertools
 import sys
@@ -77,6 +78,7 @@ CHANGES = {
     "num_groups": (PART, {"num_groups": 2}),
 }
 ELSEWHERE = {
+    "chat_template_kwargs": "test_chat_template_kwargs",
     "subset": "test_subset_reaches_the_library",
     "on_bad_record": "test_on_bad_record",
     "num_workers": "test_num_workers",
@@ -115,6 +117,15 @@ def test_on_bad_record(folder):
     documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="error"), tokenizer(), 0, "train")
     with pytest.raises(ValueError, match="bad.jsonl:31"):
         [documents[i] for i in range(31)]
+
+
+def test_chat_template_kwargs(folder):
+    """What it may be is tried in tests/data/test_chat_template.py."""
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = "{{ mood }}" + made.chat_template
+    configs = [config_of(folder / "chat.jsonl", chat_template_kwargs=text) for text in (None, '{"mood": "red"}')]
+    batches = [next(stream(config, tokenizer=made)) for config in configs]
+    assert digest(batches[0]) != digest(batches[1])
 
 
 def test_self_generated(folder):

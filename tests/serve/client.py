@@ -27,7 +27,7 @@ JSON = {"Content-Type": "application/json"}
 @functools.cache
 def chatty() -> Model:
     tokenizer = copy.deepcopy(tiny_model().tokenizer)
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = CHATML + "{{ mood }}"
     return dataclasses.replace(tiny_model(), tokenizer=tokenizer)
 
 

@@ -67,6 +67,16 @@ def test_a_message_may_come_in_parts():
     assert messages == [{"role": "user", "content": "Tom has"}, said["messages"][1]]
 
 
+def test_variables_of_the_chat_template_are_no_setting():
+    said = {
+        "messages": [{"role": "user", "content": "Tom"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "seed": 0,
+    }
+    assert read_asked(said, DEFAULTS, chat=True).chat_template_kwargs == {"enable_thinking": False}
+    assert settings(chat=True, seed=0, chat_template_kwargs={"enable_thinking": False}) == {}
+
+
 @pytest.mark.parametrize(
     "chat, body, complaint",
     [
@@ -112,6 +122,12 @@ def test_a_message_may_come_in_parts():
         (True, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, "tools=.*: is not done here"),
         (True, {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}, "response_format="),
         (True, {"messages": [{"role": "user"}], "echo": True}, "'echo': no such field"),
+        (
+            True,
+            {"messages": [{"role": "user"}], "chat_template_kwargs": [1]},
+            r"chat_template_kwargs=\[1\]: must be an ob",
+        ),
+        (False, {"prompt": "Tom", "chat_template_kwargs": {}}, "'chat_template_kwargs': no such field"),
     ],
 )
 def test_a_field_that_cannot_be_served_is_named(chat, body, complaint):

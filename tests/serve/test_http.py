@@ -57,6 +57,21 @@ def test_messages_are_answered_as_by_generate(server):
     np.testing.assert_allclose(said, expected.log_probs, atol=1e-4)
 
 
+def test_a_request_brings_variables_of_the_chat_template(server):
+    messages = [{"role": "user", "content": "Tom?"}]
+    asked = {"messages": messages, "seed": 0, "return_token_ids": True}
+    counts = {}
+    for mood in ("", "glad and merry"):
+        status, answer = ask(server, CHAT, asked | {"chat_template_kwargs": {"mood": mood}})
+        text = chatty().tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, mood=mood)
+        (expected,) = alone(text)
+        assert (status, answer["choices"][0]["token_ids"]) == (200, expected.ids)
+        counts[mood] = answer["usage"]["prompt_tokens"]
+    assert counts["glad and merry"] > counts[""]
+    status, refused = ask(server, CHAT, asked | {"chat_template_kwargs": {"moody": 1}})
+    assert status == 400 and "chat_template_kwargs: the tokenizer's chat template reads no 'moody'" in str(refused)
+
+
 def test_prompts_and_their_completions_are_choices_in_order(server):
     prompts = ["Tom has 3", [5, 6, 7]]
     _, answer = ask(server, COMPLETIONS, {"prompt": prompts, "n": 2, "temperature": 1.0, "seed": 3, "max_tokens": 6})

@@ -20,7 +20,6 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from wedlm_jax import pretrained
 from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
 from wedlm_jax.decode.calibration import calibration_in_use
@@ -29,26 +28,21 @@ from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse
-from wedlm_jax.sharding import ONE_DEVICE
+from wedlm_jax.flags import parse
+from wedlm_jax.model_flags import ChatModelFlags
 
 # Two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled.
 SMALLEST_CONTEXT = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Chat(ChatModelFlags):
     system: str | None = None
     """What the system says first."""
     plain: bool = False
     """No chat template: the model continues what you write, for base models."""
     context: int | None = None
     """Tokens of the whole conversation at most; None is the model's, at most 4096."""
-    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
 
 
@@ -58,7 +52,7 @@ def chat(args: Chat, console: Console) -> None:
     if args.context is not None and args.context < SMALLEST_CONTEXT:
         raise UserError(f"--context {args.context}: leaves no room for a conversation; at least {SMALLEST_CONTEXT}")
     notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     conversation = Conversation(model, plain=args.plain, system=args.system)
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps

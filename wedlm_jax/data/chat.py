@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, require_read
 from wedlm_jax.data.examples import Example, end_token_id
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
@@ -23,6 +24,7 @@ def from_messages(
     num_end_tokens: int,
     loss_on_turns: Literal["all", "last"] = "all",
     tools: Sequence[Any] | None = None,
+    variables: Variables = NO_VARIABLES,
     document_id: int = 0,
 ) -> Example:
     """The whole conversation as the template writes it once; learned is what the assistant writes after each of its prompts.
@@ -37,31 +39,34 @@ def from_messages(
             learned.
         loss_on_turns: "all" turns of the assistant, or the "last" alone.
         tools: descriptions of functions, for templates that show them.
+        variables: of the chat template, before its defaults.
 
     Raises:
         BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; the
-            template leaves out a message of another role than user and assistant; or the template changes an earlier turn when
-            later ones follow (as templates do that take out its thinking), so that what is learned is not what was said.
+            template reads no such variable, or leaves out a message of another role than user and assistant; or it changes an
+            earlier turn when later ones follow (as templates do that take out its thinking), so that what is learned is not
+            what was said.
         UserError: a tokenizer without template or end token.
     """
     _require_template(tokenizer)
     end = end_token_id(tokenizer)
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRecord("the last message must be the assistant's; add its reply")
-    _check(messages, tokenizer, tools)
+    beside = _beside(tools, variables, tokenizer)
+    _check(messages, tokenizer, beside)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on_turns == "last":
         turns = turns[-1:]
     turns = [number for number in turns if messages[number].get("weight", 1)]
     if not turns:
         raise BadRecord("every turn that could be learned has weight 0; leave the record out")
-    whole = _render(tokenizer, messages, tools, generation_prompt=False)
-    _check_written(whole, tokenizer, messages, tools, generation_prompt=False)
+    whole = _render(tokenizer, messages, beside, generation_prompt=False)
+    _check_written(whole, tokenizer, messages, beside, generation_prompt=False)
     tokens: list[int] = []
     learned: list[bool] = []
     done = 0  # characters of `whole` that are tokens already
     for number in turns:
-        prompt = _render(tokenizer, messages[:number], tools, generation_prompt=True)
+        prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
         if not whole.startswith(prompt) or len(prompt) < done:
             raise BadRecord(
                 f"message {number}: the chat template's prompt for this turn is no prefix of the whole conversation, so the "
@@ -94,22 +99,27 @@ def from_messages(
 
 
 def prompt_of(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None = None
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any] | None = None,
+    variables: Variables = NO_VARIABLES,
 ) -> list[int]:
     """Token ids of the prompt for the last reply of a conversation, as a decoder is given them; of one that ends without a
     reply, for the next one.
 
     Raises:
-        BadRecord: no message is left, a message holds a control token, or the template refuses it or leaves one out.
+        BadRecord: no message is left, a message holds a control token, or the template refuses it, leaves one out or reads no
+            such variable.
         UserError: a tokenizer without template.
     """
     _require_template(tokenizer)
     before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
-    _check(before, tokenizer, tools)
-    prompt = _render(tokenizer, before, tools, generation_prompt=True)
-    _check_written(prompt, tokenizer, before, tools, generation_prompt=True)
+    beside = _beside(tools, variables, tokenizer)
+    _check(before, tokenizer, beside)
+    prompt = _render(tokenizer, before, beside, generation_prompt=True)
+    _check_written(prompt, tokenizer, before, beside, generation_prompt=True)
     return encode_with_control_tokens(tokenizer, prompt)
 
 
@@ -120,7 +130,16 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tools: Any) -> None:
+def _beside(tools: Sequence[Any] | None, variables: Variables, tokenizer: PreTrainedTokenizerBase) -> Variables:
+    """What the template is given beside the messages. A `BadRecord` where it does not read a variable."""
+    try:
+        require_read(tokenizer, variables, "chat_template_kwargs")
+    except UserError as error:
+        raise BadRecord(str(error)) from None
+    return {"tools": tools, **variables}
+
+
+def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, beside: Variables) -> None:
     # A directory with a tokenizer.json alone has no special tokens by name.
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     control = [token for token in dict.fromkeys((*tokenizer.all_special_tokens, *added)) if token]
@@ -129,7 +148,7 @@ def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tool
         if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
             raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
     for place, value in [
-        ("tools", tools),
+        *beside.items(),
         *((f"message {number}", message) for number, message in enumerate(messages)),
     ]:
         found = next((token for text in _strings(value) for token in control if token in text), None)
@@ -138,12 +157,12 @@ def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, tool
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any, *, generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], beside: Variables, *, generation_prompt: bool
 ) -> str:
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                list(messages), **beside, tokenize=False, add_generation_prompt=generation_prompt
             )
         )
     except Exception as error:  # the template is a program of its own, and what it reads is the record's
@@ -154,7 +173,7 @@ def _check_written(
     written: str,
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Any,
+    beside: Variables,
     *,
     generation_prompt: bool,
 ) -> None:
@@ -165,7 +184,7 @@ def _check_written(
             continue
         others = [*messages[:number], *messages[number + 1 :]]
         try:
-            passed_over = _render(tokenizer, others, tools, generation_prompt=generation_prompt) == written
+            passed_over = _render(tokenizer, others, beside, generation_prompt=generation_prompt) == written
         except BadRecord:  # the template needs it
             continue
         if passed_over:

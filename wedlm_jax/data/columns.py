@@ -26,7 +26,8 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
 }
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_BESIDE_MESSAGES = ("system", "tools", "functions")  # a system prompt, and descriptions of functions for the template
+# A system prompt, descriptions of functions for the chat template, and its variables.
+_BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs")
 
 
 def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tuple[str, ...]]:
@@ -76,7 +77,8 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
             raise BadRecord(
                 'functions is OpenAI\'s earlier form of tools; write {"type": "function", "function": ...} of each there'
             )
-        return Chat([*_system(beside["system"]), *_messages(values[0], columns[0])], _tools(beside["tools"]))
+        messages = [*_system(beside["system"]), *_messages(values[0], columns[0])]
+        return Chat(messages, _tools(beside["tools"]), _variables(beside["chat_template_kwargs"]))
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
         return Text(texts[0])
@@ -181,6 +183,13 @@ def _tools(value: Any) -> list[Any] | None:
     if value is not None and not isinstance(value, list):
         raise BadRecord(f"tools is {type(value).__name__}, not a list")
     return value or None
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    """Of the chat template; in a table a variable that a row does not set is null."""
+    if value is not None and not isinstance(value, Mapping):
+        raise BadRecord(f"chat_template_kwargs is {type(value).__name__}, not an object")
+    return {name: one for name, one in (value or {}).items() if one is not None}
 
 
 def _text(value: Any, column: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, read_variables
 from wedlm_jax.errors import UserError
 
 SourceName = Literal[
@@ -126,6 +127,9 @@ class DataConfig(SourceConfig):
     num_end_tokens: int = 8  # end-of-turn targets after the last turn of a conversation or completion, its own included
     end_token: str | None = None  # ends a turn, a completion, a text; None is the tokenizer's eos token
     loss_on_turns: Literal["all", "last"] = "all"  # which of the assistant's turns are learned
+    # Variables of the chat template, a JSON object such as {"enable_thinking": false}. The workdir's template and that of an
+    # export have them as defaults, so that prompts are written as in training
+    chat_template_kwargs: str | None = None
     on_bad_record: Literal["error", "skip"] = "error"  # skip counts what it skips (`skipped_records` in the metrics)
     num_groups: int = 1  # parts of a batch that are packed apart; the number of processes must divide it
     num_workers: int = 0  # processes that read and tokenize; 0: a thread of this one. The batches are the same
@@ -135,6 +139,7 @@ class DataConfig(SourceConfig):
             least = 0 if field == "num_workers" else 1
             if getattr(self, field) < least:
                 raise UserError(f"data.{field}={getattr(self, field)} must be at least {least}")
+        self.chat_template_variables  # noqa: B018  raises where they cannot be read
         if self.held_out_share is not None and not 0 <= self.held_out_share < 1:
             raise UserError(f"data.held_out_share={self.held_out_share} must be at least 0 and below 1")
 
@@ -160,6 +165,12 @@ class DataConfig(SourceConfig):
         if self.held_out_share is not None and (own := [p.source for p in parts if p.source in _SPLIT_THEMSELVES]):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
         return parts
+
+    @property
+    def chat_template_variables(self) -> Variables:
+        """`chat_template_kwargs`, read."""
+        text = self.chat_template_kwargs
+        return NO_VARIABLES if text is None else read_variables(text, "data.chat_template_kwargs")
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.chat import from_messages
+from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.examples import (
     Example,
@@ -54,7 +55,7 @@ class Documents:
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self.split, self._seed = config, split, seed
-        self._tokenizer = with_end_token(tokenizer, config.end_token)
+        self._tokenizer = with_end_token(with_chat_template(tokenizer, config), config.end_token)
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
         self.names = [str(part.path or part.source) for part in config.parts]
@@ -133,7 +134,7 @@ class Documents:
         config, tokenizer = self._config, self._tokenizer
         if isinstance(record, Chat):
             example = from_messages(
-                record.messages, tokenizer, tools=record.tools, document_id=_id(index),
+                record.messages, tokenizer, tools=record.tools, variables=record.variables, document_id=_id(index),
                 num_end_tokens=config.num_end_tokens, loss_on_turns=config.loss_on_turns,
             )  # fmt: skip
             return (self._whole(check_mask(example, some_prompt=True)),)
@@ -193,6 +194,11 @@ def _check_tokens(tokens: np.ndarray, rows: int) -> None:
             f"token {tokens[wrong[0]]} at place {wrong[0]} is none of the tokenizer's, 0 to {rows - 1}; it was made with "
             "another tokenizer, name that one as tokenizer.path"
         )
+
+
+def with_chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PreTrainedTokenizerBase:
+    """A tokenizer whose chat template has `chat_template_kwargs` as defaults; the given one where that is None."""
+    return with_defaults(tokenizer, config.chat_template_variables, "data.chat_template_kwargs")
 
 
 def with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ class Prompts(Documents):
 
     def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
         if isinstance(record, Chat):
-            ids = prompt_of(record.messages, self._tokenizer, record.tools)
+            ids = prompt_of(record.messages, self._tokenizer, record.tools, record.variables)
         elif isinstance(record, Completion):
             ids = encode_text(self._tokenizer, record.prompt)
         else:

@@ -30,6 +30,7 @@ class Completion:
 class Chat:
     messages: list[dict[str, Any]]  # each with `role` and `content`
     tools: list[Any] | None = None  # descriptions of functions, for the chat template
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, require_read
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
@@ -16,8 +17,8 @@ from wedlm_jax.model.handle import Model
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
-def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
-    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template, ids checked.
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt", variables: Variables = NO_VARIABLES) -> list[int]:
+    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template with its `variables`, ids checked.
 
     Raises:
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
@@ -27,7 +28,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
     if isinstance(prompt, str):
         ids = _encode(model, prompt, name)
     elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
+        ids = _encode(model, render_messages(model, prompt, name, variables), name)  # type: ignore[arg-type]
     elif _is_list(prompt) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
@@ -84,11 +85,13 @@ def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def render_messages(model: Model, messages: Sequence[Mapping[str, str]], name: str = "prompt") -> str:
-    """Messages as the tokenizer's chat template writes them, up to where the answer begins.
+def render_messages(
+    model: Model, messages: Sequence[Mapping[str, str]], name: str = "prompt", variables: Variables = NO_VARIABLES
+) -> str:
+    """Messages as the tokenizer's chat template writes them with its `variables`, up to where the answer begins.
 
     Raises:
-      UserError: where there is no tokenizer or template, or the template refuses the messages.
+      UserError: where there is no tokenizer or template, the template reads no such variable or refuses the messages.
     """
     tokenizer = _tokenizer(model, name)
     if not tokenizer.chat_template:
@@ -96,8 +99,9 @@ def render_messages(model: Model, messages: Sequence[Mapping[str, str]], name: s
     for number, message in enumerate(messages):
         if not isinstance(message.get("content", ""), str) and not message.get("tool_calls"):
             raise UserError(f"{name}: message {number}: content must be text, not {shown(message['content'])}")
+    require_read(tokenizer, variables, "chat_template_kwargs")
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
     except Exception as error:  # templates are programs of the checkpoint and raise whatever they like
         raise UserError(f"{name}: the chat template refuses these messages: {error}") from error
 

@@ -20,7 +20,6 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from wedlm_jax import pretrained
 from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.calibration import calibration_in_use, fingerprint
 from wedlm_jax.decode.config import DecodeConfig
@@ -32,21 +31,17 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse, require_positive
+from wedlm_jax.flags import parse, require_positive
 from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
-from wedlm_jax.sharding import ONE_DEVICE
+from wedlm_jax.model_flags import ChatModelFlags
 
 MANY_BATCHES = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Generate(ChatModelFlags):
     prompt: str | None = None
     """Text to complete, as it is."""
     message: str | None = None
@@ -65,7 +60,6 @@ class Generate:
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
     """The most prompts decoded at once."""
-    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -73,7 +67,7 @@ def generate(args: Generate) -> None:
     """Validates everything, then decodes, then writes: a bad line 1,000 is reported before line 1 is decoded."""
     _check_flags(args)
     prompts = _prompts(args)
-    model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+    model = args.load()
     each = [(name, prompt) for name, prompt in prompts for _ in range(args.n)]
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(each)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:

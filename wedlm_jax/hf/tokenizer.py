@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.data.tokenizer import vocabulary_rows
+from wedlm_jax.data.chat_template import templates_of
+from wedlm_jax.data.tokenizer import load_tokenizer as read_tokenizer
+from wedlm_jax.data.tokenizer import save_tokenizer, vocabulary_rows
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import read_json, token_ids
 from wedlm_jax.model.config import ModelConfig
@@ -34,9 +37,7 @@ def load_tokenizer(directory: Path) -> Any | None:
     """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
-    from wedlm_jax.data import tokenizer  # here, because transformers takes a second to import
-
-    return tokenizer.load_tokenizer(directory)
+    return read_tokenizer(directory)
 
 
 def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:
@@ -44,13 +45,24 @@ def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Pat
     belongs to it: a vocab.json alone can be read only beside the config.json of its model."""
     names = [name for name in TOKENIZER_FILES if source is not None and (source / name).is_file()]
     if "tokenizer.json" not in names and tokenizer is not None:
-        from wedlm_jax.data.tokenizer import save_tokenizer
-
         save_tokenizer(tokenizer, target)
     for name in names:
         shutil.copyfile(Path(source or "") / name, target / name)
     if source is not None and (source / CHAT_TEMPLATES).is_dir():
         shutil.copytree(source / CHAT_TEMPLATES, target / CHAT_TEMPLATES)
+
+
+def write_chat_template(tokenizer: Any, directory: Path) -> None:
+    """Puts the chat template of `tokenizer` in the place of those of the tokenizer files in `directory`."""
+    config_file = directory / "tokenizer_config.json"
+    if config_file.is_file() and "chat_template" in (config := read_json(config_file)):
+        config.pop("chat_template")
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    (directory / "chat_template.json").unlink(missing_ok=True)
+    for name, text in templates_of(tokenizer).items():
+        file = directory / ("chat_template.jinja" if name == "default" else f"{CHAT_TEMPLATES}/{name}.jinja")
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
 
 
 def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:

@@ -17,28 +17,23 @@ from typing import Annotated
 
 import tyro
 
-from wedlm_jax import pretrained
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine
 from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import AdapterFlag, DTypeFlag, parse
+from wedlm_jax.flags import parse
+from wedlm_jax.model_flags import ChatModelFlags
 from wedlm_jax.serve.http import Server
 from wedlm_jax.serve.service import Service
-from wedlm_jax.sharding import ONE_DEVICE
 
 SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
 KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve:
-    model: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF directory, hub id, or workdir of wedlm_jax.train (its newest step; DIR@500 and DIR@best name another)."""
-    adapter: AdapterFlag = None
-    mesh: pretrained.MeshFlag = ONE_DEVICE
+class Serve(ChatModelFlags):
     name: str | None = None
     """How clients name the model; None is what --model says."""
     host: str = "127.0.0.1"
@@ -53,7 +48,6 @@ class Serve:
     """Requests that may wait; more are refused with status 429."""
     steps: int = 4
     """Forwards between two looks at who has come, left or finished: fewer stream in smaller pieces, more cost the host less."""
-    dtype: DTypeFlag = None
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
 
 
@@ -64,7 +58,7 @@ def serve(args: Serve) -> None:
     if args.context is not None and args.context < SMALLEST_CONTEXT:
         raise UserError(f"--context {args.context}: must be at least {SMALLEST_CONTEXT}")
     with Server(args.host, args.port, key()) as server:
-        model = pretrained.load(args.model, args.dtype, adapter=args.adapter, mesh=args.mesh)
+        model = args.load()
         engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
             say(line)

@@ -55,6 +55,7 @@ class Asked:
     log_probs: bool = False
     echo: bool = False  # the text of an answer begins with the prompt, whose tokens have log-probabilities too
     token_ids: bool = False
+    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
@@ -77,6 +78,9 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     options = given.pop("stream_options", {})
     if not isinstance(options, Mapping):
         raise UserError(f"stream_options={shown(options)}: must be an object")
+    variables = given.pop("chat_template_kwargs", {}) if chat else {}
+    if not isinstance(variables, Mapping):
+        raise UserError(f"chat_template_kwargs={shown(variables)}: must be an object")
     prompts = [_messages(given.pop("messages", None))] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)
@@ -99,7 +103,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
     return Asked(
         prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(dict(options), "include_usage"),
-        log_probs=log_probs, echo=echo, token_ids=token_ids,
+        log_probs=log_probs, echo=echo, token_ids=token_ids, chat_template_kwargs=variables,
     )  # fmt: skip
 
 

@@ -1,0 +1,77 @@
+"""Variables of a chat template, such as `enable_thinking` of Qwen3's: what a model's makers let its users set."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_jax.errors import UserError
+
+Variables = Mapping[str, Any]
+NO_VARIABLES: Variables = types.MappingProxyType({})
+
+# What is said of every conversation, and what transformers would take for arguments of its own.
+_GIVEN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+
+
+def read_variables(text: str, name: str) -> dict[str, Any]:
+    """The variables that a JSON object holds.
+
+    Raises:
+        UserError: it is none; beginning with `name`.
+    """
+    try:
+        found = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f'{name}={text!r}: no JSON ({error}); write {{"enable_thinking": false}}') from None
+    if not isinstance(found, dict):
+        raise UserError(f'{name}={text!r}: must be an object, as {{"enable_thinking": false}}')
+    return found
+
+
+def require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> None:
+    """Raises a `UserError`, beginning with `name`, where the chat template does not read one of the variables, or is given it
+    otherwise: it would be without effect."""
+    if not (text := "\n".join(templates_of(tokenizer).values())):
+        raise UserError(f"{name}: the tokenizer has no chat template; leave it out")
+    for variable in variables:
+        if variable in _GIVEN or variable in tokenizer.special_tokens_map:
+            raise UserError(f"{name}: {variable} is given to every chat template and cannot be set; leave it out")
+        if not variable.isidentifier() or not re.search(rf"\b{variable}\b", text):
+            raise UserError(f"{name}: the tokenizer's chat template reads no {variable!r}; leave it out")
+
+
+def with_defaults(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> PreTrainedTokenizerBase:
+    """A tokenizer whose chat template has these variables where its caller does not set them; the given one where there are none.
+
+    They are written into the template itself, as Jinja, so they stay with it wherever it is saved and read.
+
+    Raises:
+        UserError: as `require_read`.
+    """
+    if not variables:
+        return tokenizer
+    require_read(tokenizer, variables, name)
+    # What JSON holds is written in Python as in Jinja. Jinja drops the line end behind a block, as transformers sets it up.
+    lines = [f"{{% set {key} = {key} | default({value!r}) %}}\n" for key, value in variables.items()]
+    tokenizer = copy.deepcopy(tokenizer)
+    templates = {of: "".join(lines) + text for of, text in templates_of(tokenizer).items()}
+    tokenizer.chat_template = templates if isinstance(tokenizer.chat_template, dict) else templates["default"]
+    return tokenizer
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Every chat template by its name; that of a tokenizer with one alone is the default."""
+    found = tokenizer.chat_template
+    return found if isinstance(found, dict) else {"default": found} if found else {}
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no value of JSON")
