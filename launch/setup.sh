@@ -15,7 +15,7 @@ is_new_enough() {
 # Sets `python` to $PYTHON, else to the newest of the names below that runs.
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.11 or newer"
+        is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON does not run as Python 3.11 or newer; name another one"
         python=$PYTHON
         return
     fi

@@ -260,5 +260,7 @@ def test_tools_reach_the_template():
     made = of_style("{% for t in tools or [] %}{{ t.name }}{% endfor %}" + QWEN25_STYLE)
     example = from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake"}])
     assert made.decode(example.tokens).startswith("lake") and not example.loss_mask[0]
+    with pytest.raises(BadRecord, match="tools: the tokenizer's chat template shows none; leave them out"):
+        from_messages(TWO_TURNS, of_style(QWEN25_STYLE), num_end_tokens=1, tools=[{"name": "lake"}])
     with pytest.raises(BadRecord, match=r"tools: the text holds the control token '<\|im_end\|>'"):
         from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake", "description": f"a{END}"}])

@@ -68,8 +68,12 @@ def test_a_request_brings_variables_of_the_chat_template(server):
         assert (status, answer["choices"][0]["token_ids"]) == (200, expected.ids)
         counts[mood] = answer["usage"]["prompt_tokens"]
     assert counts["glad and merry"] > counts[""]
-    status, refused = ask(server, CHAT, asked | {"chat_template_kwargs": {"moody": 1}})
-    assert status == 400 and "chat_template_kwargs: the tokenizer's chat template reads no 'moody'" in str(refused)
+    for wrong, told in (
+        ({"moody": 1}, "prompt: chat_template_kwargs: the tokenizer's chat template reads no 'moody'; leave it out"),
+        ([1], "prompt: chat_template_kwargs must be an object, not [1]"),
+    ):
+        status, refused = ask(server, CHAT, asked | {"chat_template_kwargs": wrong})
+        assert (status, refused["error"]["message"]) == (400, told)
 
 
 def test_prompts_and_their_completions_are_choices_in_order(server):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, require_read
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, beside_messages
 from wedlm_jax.data.examples import Example, end_token_id
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
@@ -43,16 +43,16 @@ def from_messages(
 
     Raises:
         BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; the
-            template reads no such variable, or leaves out a message of another role than user and assistant; or it changes an
-            earlier turn when later ones follow (as templates do that take out its thinking), so that what is learned is not
-            what was said.
+            template reads no such variable or no tools, or leaves out a message of another role than user and assistant; or it
+            changes an earlier turn when later ones follow (as templates do that take out its thinking), so that what is learned
+            is not what was said.
         UserError: a tokenizer without template or end token.
     """
     _require_template(tokenizer)
     end = end_token_id(tokenizer)
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRecord("the last message must be the assistant's; add its reply")
-    beside = _beside(tools, variables, tokenizer)
+    beside = _beside(tokenizer, tools, variables)
     _check(messages, tokenizer, beside)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on_turns == "last":
@@ -109,14 +109,14 @@ def prompt_of(
 
     Raises:
         BadRecord: no message is left, a message holds a control token, or the template refuses it, leaves one out or reads no
-            such variable.
+            such variable or no tools.
         UserError: a tokenizer without template.
     """
     _require_template(tokenizer)
     before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
-    beside = _beside(tools, variables, tokenizer)
+    beside = _beside(tokenizer, tools, variables)
     _check(before, tokenizer, beside)
     prompt = _render(tokenizer, before, beside, generation_prompt=True)
     _check_written(prompt, tokenizer, before, beside, generation_prompt=True)
@@ -130,13 +130,11 @@ def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _beside(tools: Sequence[Any] | None, variables: Variables, tokenizer: PreTrainedTokenizerBase) -> Variables:
-    """What the template is given beside the messages. A `BadRecord` where it does not read a variable."""
+def _beside(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, variables: Variables) -> Variables:
     try:
-        require_read(tokenizer, variables, "chat_template_kwargs")
+        return beside_messages(tokenizer, tools, variables)
     except UserError as error:
         raise BadRecord(str(error)) from None
-    return {"tools": tools, **variables}
 
 
 def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, beside: Variables) -> None:

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -36,15 +36,30 @@ def read_variables(text: str, name: str) -> dict[str, Any]:
     return found
 
 
-def require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> None:
+def beside_messages(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, variables: Variables) -> Variables:
+    """What the chat template is given beside messages, as arguments of `apply_chat_template`.
+
+    Args:
+        tools: descriptions of functions.
+
+    Raises:
+        UserError: the template does not read it.
+    """
+    _require_read(tokenizer, variables, "chat_template_kwargs")
+    if tools and not _reads(tokenizer, "tools"):
+        raise UserError("tools: the tokenizer's chat template shows none; leave them out")
+    return {"tools": tools, **variables}
+
+
+def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> None:
     """Raises a `UserError`, beginning with `name`, where the chat template does not read one of the variables, or is given it
     otherwise: it would be without effect."""
-    if not (text := "\n".join(templates_of(tokenizer).values())):
+    if not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; leave it out")
     for variable in variables:
         if variable in _GIVEN or variable in tokenizer.special_tokens_map:
             raise UserError(f"{name}: {variable} is given to every chat template and cannot be set; leave it out")
-        if not variable.isidentifier() or not re.search(rf"\b{variable}\b", text):
+        if not variable.isidentifier() or not _reads(tokenizer, variable):
             raise UserError(f"{name}: the tokenizer's chat template reads no {variable!r}; leave it out")
 
 
@@ -54,17 +69,21 @@ def with_defaults(tokenizer: PreTrainedTokenizerBase, variables: Variables, name
     They are written into the template itself, as Jinja, so they stay with it wherever it is saved and read.
 
     Raises:
-        UserError: as `require_read`.
+        UserError: the template does not read one of them; beginning with `name`.
     """
     if not variables:
         return tokenizer
-    require_read(tokenizer, variables, name)
+    _require_read(tokenizer, variables, name)
     # What JSON holds is written in Python as in Jinja. Jinja drops the line end behind a block, as transformers sets it up.
     lines = [f"{{% set {key} = {key} | default({value!r}) %}}\n" for key, value in variables.items()]
     tokenizer = copy.deepcopy(tokenizer)
     templates = {of: "".join(lines) + text for of, text in templates_of(tokenizer).items()}
     tokenizer.chat_template = templates if isinstance(tokenizer.chat_template, dict) else templates["default"]
     return tokenizer
+
+
+def _reads(tokenizer: PreTrainedTokenizerBase, variable: str) -> bool:
+    return any(re.search(rf"\b{variable}\b", text) for text in templates_of(tokenizer).values())
 
 
 def templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

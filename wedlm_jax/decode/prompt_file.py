@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
 from wedlm_jax.errors import UserError, reason
 
 KINDS = {
@@ -58,22 +58,23 @@ def _parse_object(line: bytes, name: str) -> dict[str, Any]:
 
 
 def prompt_in(record: dict[str, Any], name: str) -> Prompt:
-    """The one prompt that an object holds, and nothing beside it.
+    """The one prompt that an object holds, and nothing beside it but what goes with messages.
 
     Raises:
       UserError: beginning with `name`.
     """
     for key in record:
-        if key not in KINDS:
+        if key not in KINDS and not ("messages" in record and key in BESIDE_MESSAGES):
             raise UserError(f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}")
-    if len(record) != 1:
-        raise UserError(f"{name}: has {' and '.join(record) or 'no key'}; give exactly one of {', '.join(KINDS)}")
-    ((kind, value),) = record.items()
+    given = {kind: value for kind, value in record.items() if kind in KINDS}
+    if len(given) != 1:
+        raise UserError(f"{name}: has {' and '.join(given) or 'no key'}; give exactly one of {', '.join(KINDS)}")
+    ((kind, value),) = given.items()
     if not _IS_KIND[kind](value):
         raise UserError(f"{name}: {kind} must be {KINDS[kind]}, not {json.dumps(value):.80}")
     if not value:
         raise UserError(f"{name}: {kind} is empty; give at least one token")
-    return value
+    return value if len(record) == 1 else record
 
 
 def _is_messages(value: Any) -> bool:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, require_read
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, beside_messages
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+# An object is one of messages, with the tools and the chat_template_kwargs that the template is given beside them.
+Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
+BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 
 
-def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt", variables: Variables = NO_VARIABLES) -> list[int]:
-    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template with its `variables`, ids checked.
+def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
+    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template, ids checked.
 
     Raises:
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
@@ -27,8 +31,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt", variables:
         prompt = np.asarray(prompt)
     if isinstance(prompt, str):
         ids = _encode(model, prompt, name)
-    elif isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
-        ids = _encode(model, render_messages(model, prompt, name, variables), name)  # type: ignore[arg-type]
+    elif isinstance(prompt, Mapping) or (isinstance(prompt, Sequence) and prompt and _are_messages(prompt)):
+        ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
     elif _is_list(prompt) and all(_is_id(i) for i in prompt):
         ids = [int(i) for i in prompt]  # type: ignore[arg-type]
     else:
@@ -49,7 +53,7 @@ def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    if isinstance(prompt[0], Mapping):
+    if isinstance(prompt, Mapping) or isinstance(prompt[0], Mapping):
         return render_messages(model, prompt, name)  # type: ignore[arg-type]
     raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
 
@@ -85,25 +89,48 @@ def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def render_messages(
-    model: Model, messages: Sequence[Mapping[str, str]], name: str = "prompt", variables: Variables = NO_VARIABLES
-) -> str:
-    """Messages as the tokenizer's chat template writes them with its `variables`, up to where the answer begins.
+def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: str = "prompt") -> str:
+    """Messages as the tokenizer's chat template writes them, up to where the answer begins.
 
     Raises:
-      UserError: where there is no tokenizer or template, the template reads no such variable or refuses the messages.
+      UserError: where there is no tokenizer or template, or the template refuses the messages, or does not read what is beside
+        them.
     """
     tokenizer = _tokenizer(model, name)
+    messages, tools, variables = _parts(prompt, name) if isinstance(prompt, Mapping) else (prompt, None, {})
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
     for number, message in enumerate(messages):
         if not isinstance(message.get("content", ""), str) and not message.get("tool_calls"):
             raise UserError(f"{name}: message {number}: content must be text, not {shown(message['content'])}")
-    require_read(tokenizer, variables, "chat_template_kwargs")
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
+        beside = beside_messages(tokenizer, tools, variables)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **beside)
     except Exception as error:  # templates are programs of the checkpoint and raise whatever they like
         raise UserError(f"{name}: the chat template refuses these messages: {error}") from error
+
+
+def _parts(prompt: Mapping[str, Any], name: str) -> tuple[Messages, Sequence[Any] | None, Variables]:
+    """Messages, tools and variables of a prompt that is an object."""
+    if unknown := [key for key in prompt if key not in ("messages", *BESIDE_MESSAGES)]:
+        raise UserError(
+            f"{name}: unknown key {unknown[0]!r}; beside messages there may be {' and '.join(BESIDE_MESSAGES)}"
+        )
+    messages, tools, variables = (prompt.get(key) for key in ("messages", *BESIDE_MESSAGES))
+    if not isinstance(messages, Sequence) or not messages or not _are_messages(messages):
+        raise UserError(f"{name}: messages must be a list of messages, not {shown(messages)}")
+    if tools is not None and not isinstance(tools, list):
+        raise UserError(f"{name}: tools must be a list, not {shown(tools)}")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise UserError(f"{name}: chat_template_kwargs must be an object, not {shown(variables)}")
+    return messages, tools, NO_VARIABLES if variables is None else variables
+
+
+def _are_messages(value: Sequence[Any]) -> bool:
+    return all(isinstance(message, Mapping) for message in value)
 
 
 def _tokenizer(model: Model, name: str):

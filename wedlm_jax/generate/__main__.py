@@ -47,7 +47,8 @@ class Generate(ChatModelFlags):
     message: str | None = None
     """A message to answer: what a user says, put through the model's chat template."""
     input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
-    """One JSON object a line: {"prompt": str}, {"messages": [...]} or {"prompt_ids": [int, ...]}."""
+    """One JSON object a line: {"prompt": str}, {"messages": [...]} (tools and chat_template_kwargs may be beside them) or
+    {"prompt_ids": [int, ...]}."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="OUT.jsonl")] = None
     """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given. Until it is whole the
     lines are in OUT.jsonl.unfinished, behind which the same command goes on."""

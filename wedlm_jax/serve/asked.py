@@ -55,7 +55,6 @@ class Asked:
     log_probs: bool = False
     echo: bool = False  # the text of an answer begins with the prompt, whose tokens have log-probabilities too
     token_ids: bool = False
-    chat_template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
@@ -78,10 +77,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     options = given.pop("stream_options", {})
     if not isinstance(options, Mapping):
         raise UserError(f"stream_options={shown(options)}: must be an object")
-    variables = given.pop("chat_template_kwargs", {}) if chat else {}
-    if not isinstance(variables, Mapping):
-        raise UserError(f"chat_template_kwargs={shown(variables)}: must be an object")
-    prompts = [_messages(given.pop("messages", None))] if chat else _prompts(given.pop("prompt", None))
+    prompts = [_conversation(given)] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)
     if stream and (log_probs or echo):
@@ -103,7 +99,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
     return Asked(
         prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(dict(options), "include_usage"),
-        log_probs=log_probs, echo=echo, token_ids=token_ids, chat_template_kwargs=variables,
+        log_probs=log_probs, echo=echo, token_ids=token_ids,
     )  # fmt: skip
 
 
@@ -138,11 +134,14 @@ def _prompts(prompt: Any) -> list[Prompt]:
     raise UserError(f"prompt={shown(prompt)}: must be text, token ids, or a list of these")
 
 
-def _messages(messages: Any) -> Prompt:
-    """Messages with their content as text: OpenAI allows a list of parts, of which text is understood."""
+def _conversation(given: dict[str, Any]) -> Prompt:
+    """Messages with their content as text: OpenAI allows a list of parts, of which text is understood. Beside them the variables
+    of their template, as at vLLM."""
+    messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise UserError(f'messages={shown(messages)}: must be a list of {{"role": ..., "content": ...}}')
-    return [{**m, "content": _text(m["content"], i)} if "content" in m else m for i, m in enumerate(messages)]
+    messages = [{**m, "content": _text(m["content"], i)} if "content" in m else m for i, m in enumerate(messages)]
+    return {"messages": messages, "chat_template_kwargs": given.pop("chat_template_kwargs", None)}
 
 
 def _text(content: Any, number: int) -> Any:

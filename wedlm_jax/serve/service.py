@@ -90,10 +90,8 @@ class Service:
         call = Call(tickets, asked.stream)
         try:
             names = ["prompt"] if len(asked.prompts) == 1 else [f"prompt {i}" for i in range(len(asked.prompts))]
-            encoded = [
-                encode_prompt(self.engine.model, prompt, name, asked.chat_template_kwargs)
-                for prompt, name in zip(asked.prompts, names, strict=True)
-            ]
+            model = self.engine.model
+            encoded = [encode_prompt(model, prompt, name) for prompt, name in zip(asked.prompts, names, strict=True)]
             # An engine that has nothing else to do steps once all are there, so short prompts are prefilled together.
             for number, (ids, name) in enumerate(zip(encoded, names, strict=True)):
                 config = asked.config if asked.limited else self._with_room(asked.config, len(ids))

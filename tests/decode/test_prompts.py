@@ -1,0 +1,87 @@
+"""A prompt of messages may be an object, with tools and variables of the chat template beside them, as in training data."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+
+from tests.data.test_chat import ASSISTANT, END, QWEN3_STYLE, USER, messages
+from tests.evals.models import tiny_model
+from wedlm_jax.data.chat import prompt_of
+from wedlm_jax.decode.prompt_file import read_prompts
+from wedlm_jax.decode.prompts import encode_prompt, prompt_text
+from wedlm_jax.errors import UserError
+from wedlm_jax.model.handle import Model
+
+ASKED = messages("the cat")
+TEMPLATE = "{% for tool in tools or [] %}{{ tool.name }}: {% endfor %}" + QWEN3_STYLE
+TOOLS, VARIABLES = [{"name": "look"}], {"enable_thinking": False}
+
+
+def with_template(template: str) -> Model:
+    tokenizer = copy.deepcopy(tiny_model().tokenizer)
+    tokenizer.chat_template = template
+    return dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return with_template(TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("beside", "start", "end"),
+    [
+        ({}, "", ""),
+        ({"tools": None, "chat_template_kwargs": None}, "", ""),
+        ({"tools": TOOLS}, "look: ", ""),
+        ({"chat_template_kwargs": VARIABLES}, "", "<think>\n\n</think>\n\n"),
+        ({"tools": TOOLS, "chat_template_kwargs": VARIABLES}, "look: ", "<think>\n\n</think>\n\n"),
+    ],
+)
+def test_what_is_beside_messages_reaches_the_template_as_in_training(model, tmp_path, beside, start, end):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": ASKED, **beside}) + "\n")
+    ((name, read),) = read_prompts(tmp_path / "in.jsonl")
+    for prompt in (read, {"messages": ASKED, **beside}):
+        text = prompt_text(model, prompt, name)
+        assert text == f"{start}{USER}the cat{END}\n{ASSISTANT}{end}"
+        expected = prompt_of(ASKED, model.tokenizer, beside.get("tools"), beside.get("chat_template_kwargs") or {})
+        assert encode_prompt(model, prompt) == model.tokenizer(text)["input_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"messages": ASKED, "answer": "5"}, "prompt: unknown key 'answer'; beside messages there may be tools and chat_"),
+        ({"tools": TOOLS}, "prompt: messages must be a list of messages, not None"),
+        ({"messages": []}, "prompt: messages must be a list of messages, not []"),
+        ({"messages": "cat"}, "prompt: messages must be a list of messages, not 'cat'"),
+        ({"messages": ASKED, "tools": {}}, "prompt: tools must be a list, not {}"),
+        ({"messages": ASKED, "chat_template_kwargs": [1]}, "prompt: chat_template_kwargs must be an object, not [1]"),
+        ({"messages": ASKED, "chat_template_kwargs": {"mood": 1}}, "prompt: chat_template_kwargs: the tokenizer's chat temp"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_beside_messages_is_named(model, prompt, message):
+    with pytest.raises(UserError) as told:
+        encode_prompt(model, prompt)
+    assert str(told.value).startswith(message)
+
+
+def test_tools_that_a_template_does_not_show_are_refused():
+    with pytest.raises(UserError, match="prompt: tools: the tokenizer's chat template shows none; leave them out"):
+        encode_prompt(with_template(QWEN3_STYLE), {"messages": ASKED, "tools": TOOLS})
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "cat", "tools": TOOLS}, "unknown key 'tools'"),
+        ({"tools": TOOLS}, "unknown key 'tools'"),
+        ({"messages": ASKED, "prompt": "cat", "tools": TOOLS}, "has messages and prompt"),
+    ],
+)
+def test_nothing_is_beside_a_prompt_of_another_kind(tmp_path, line, message):
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(UserError, match=f"in.jsonl:1: {message}"):
+        read_prompts(tmp_path / "in.jsonl")
