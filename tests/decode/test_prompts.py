@@ -8,6 +8,7 @@ import pytest
 
 from tests.data.test_chat import ASSISTANT, END, QWEN3_STYLE, USER, messages
 from tests.evals.models import tiny_model
+from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.data.chat import prompt_of
 from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import encode_prompt, prompt_text
@@ -47,6 +48,9 @@ def test_what_is_beside_messages_reaches_the_template_as_in_training(model, tmp_
         text = prompt_text(model, prompt, name)
         assert text == f"{start}{USER}the cat{END}\n{ASSISTANT}{end}"
         expected = prompt_of(ASKED, model.tokenizer, beside.get("tools"), beside.get("chat_template_kwargs") or {})
+        (completion,) = generate(model, [prompt], DecodeConfig("ar", max_new_tokens=1))
+        (same,) = generate(model, [expected], DecodeConfig("ar", max_new_tokens=1))
+        assert completion.ids == same.ids
         assert encode_prompt(model, prompt) == model.tokenizer(text)["input_ids"] == expected
 
 

@@ -47,7 +47,8 @@ def generate(
 
     Args:
       model: from `wedlm_jax.load`.
-      prompts: text, lists of messages, or lists (arrays) of token ids.
+      prompts: text, lists of messages, or lists (arrays) of token ids. Messages may come as
+        `{"messages": [...], "tools": [...], "chat_template_kwargs": {...}}` too.
       config: one for all prompts, or one for each.
       n: completions a prompt; they differ where the temperature is above 0.
       trace: also return what every forward did (slower: the loop then runs from Python).
@@ -62,7 +63,7 @@ def generate(
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         raise UserError(f"prompts must be a list of prompts, not {shown(prompts)}: wrap a single one in a list")
     prompts = list(prompts)
-    if prompts and isinstance(prompts[0], (int, np.integer, Mapping)):
+    if prompts and (isinstance(prompts[0], (int, np.integer)) or _is_message(prompts[0])):
         raise UserError("prompts must be a list of prompts: wrap a single one in a list")
     n = at_least_one("n", n)
     if not isinstance(config, DecodeConfig) and (isinstance(config, Mapping) or not isinstance(config, Iterable)):
@@ -85,6 +86,11 @@ def generate(
         for request, completion in zip(group, decode_batch(model, group, trace, rows=rows), strict=True):
             completions[request.row] = completion
     return [completions[row] for row in range(len(requests))]
+
+
+def _is_message(prompt: object) -> bool:
+    """Whether it is one of the messages of a prompt, and no prompt."""
+    return isinstance(prompt, Mapping) and "messages" not in prompt
 
 
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
