@@ -13,10 +13,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches, make_tokenizer
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
 from wedlm_jax.errors import UserError
@@ -68,6 +69,7 @@ def as_pair(record):
         (lambda record: {"dialog": record["messages"], "messages": 3}, {"messages_column": "dialog"}),
         (as_pair, {"prompt_column": "q", "completion_column": "a"}),
         (lambda record: dict(zip(("prompt", "completion"), as_pair(record).values(), strict=True)), {}),
+        (lambda record: {"prompt": record["messages"][:1], "completion": record["messages"][1:]}, {}),
     ],
 )
 def test_a_chat_file_of_any_usual_shape_gives_the_same_conversations(tmp_path, change, fields):
@@ -76,13 +78,55 @@ def test_a_chat_file_of_any_usual_shape_gives_the_same_conversations(tmp_path, c
 
 
 def test_a_system_prompt_beside_the_messages_is_the_first_message(tmp_path):
+    pair = dict(zip(("prompt", "completion"), as_pair(CHATS[0]).values(), strict=True))
     path = write_lines(tmp_path / "chat.jsonl", [as_sharegpt(CHATS[0]) | {"system": "on a mat"}])
     ((prompt, learned),) = epoch(config_of(path))
     ((plain, same),) = chat_texts(CHATS[:1])
     assert (prompt, learned) == (f"<|im_start|>system\non a mat{END}\n{plain}", same)
-    table = pyarrow.Table.from_pylist([CHATS[0] | {"system": "on a mat"}])
-    pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
-    assert epoch(config_of(tmp_path / "chat.parquet", "parquet")) == [(prompt, learned)]
+    for record in (CHATS[0], pair):
+        table = pyarrow.Table.from_pylist([record | {"system": "on a mat"}])
+        pyarrow.parquet.write_table(table, tmp_path / "chat.parquet")
+        assert epoch(config_of(tmp_path / "chat.parquet", "parquet")) == [(prompt, learned)]
+
+
+def test_of_a_prompt_and_a_completion_of_messages_the_completion_alone_is_learned(tmp_path):
+    """In lines and in a table, with the tools and the variables of the template beside them."""
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = "{{ mood }}" + WITH_TOOLS
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, WORDS, strict=False)]
+    record = {
+        "prompt": turns[:3],
+        "completion": turns[3:],
+        "tools": [{"name": "look"}],
+        "chat_template_kwargs": {"mood": "red"},
+    }
+    ((prompt, learned),) = epoch(config_of(write_lines(tmp_path / "chat.jsonl", [record])), made=made)
+    assert (
+        learned == f"on{END * 2}"
+        and prompt.startswith('red{"name": "look"}<|im_start|>userthe')
+        and "assistantcat" in prompt
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record]), tmp_path / "chat.parquet")
+    assert epoch(config_of(tmp_path / "chat.parquet", "parquet"), made=made) == [(prompt, learned)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"completion": "cat"}, "completion is str, not a list of messages"),
+        ({"completion": [{"role": "user", "content": "cat"}]}, "the last message must be the assistant's"),
+        ({"prompt": 3}, "prompt is int, not a list of messages"),
+    ],
+)
+def test_a_prompt_of_messages_without_a_completion_of_messages_is_bad(tmp_path, change, message):
+    turns = CHATS[0]["messages"]
+    path = write_lines(tmp_path / "chat.jsonl", [{"prompt": turns[:1], "completion": turns[1:]} | change])
+    with pytest.raises(BadRecord, match=f"chat.jsonl:1: {message}"):
+        epoch(config_of(path))
+    with pytest.raises(
+        BadRecord, match="prompt is messages, which the chat template writes; leave out data.plain_prompt"
+    ):
+        epoch(config_of(path, plain_prompt=True))
 
 
 def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):

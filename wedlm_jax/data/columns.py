@@ -72,19 +72,28 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     kind, columns = choose_columns(config, fields)
     values = [_plain(fields[column]) for column in columns]
     if kind == "messages":
-        beside = {name: _plain(fields.get(name)) for name in _BESIDE_MESSAGES}
-        if beside["functions"] is not None:
-            raise BadRecord(
-                'functions is OpenAI\'s earlier form of tools; write {"type": "function", "function": ...} of each there'
-            )
-        messages = [*_system(beside["system"]), *_messages(values[0], columns[0])]
-        return Chat(messages, _tools(beside["tools"]), _variables(beside["chat_template_kwargs"]))
+        return _chat(_messages(values[0], columns[0]), fields)
+    if kind == "completion" and any(isinstance(value, list | Mapping) for value in values):  # as TRL has conversations
+        if config.plain_prompt:
+            raise BadRecord(f"{columns[0]} is messages, which the chat template writes; leave out data.plain_prompt")
+        before, after = (_messages(value, column) for value, column in zip(values, columns, strict=True))
+        return _chat([*({**message, "weight": 0} for message in before), *after], fields)
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
         return Text(texts[0])
     if config.plain_prompt:
         return Completion(*texts)
-    return Chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}])
+    return _chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}], fields)
+
+
+def _chat(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Chat:
+    beside = {name: _plain(fields.get(name)) for name in _BESIDE_MESSAGES}
+    if beside["functions"] is not None:
+        raise BadRecord(
+            'functions is OpenAI\'s earlier form of tools; write {"type": "function", "function": ...} of each there'
+        )
+    messages = [*_system(beside["system"]), *messages]
+    return Chat(messages, _tools(beside["tools"]), _variables(beside["chat_template_kwargs"]))
 
 
 def _decoded_reply(fields: Mapping[str, Any]) -> DecodedReply:
@@ -108,7 +117,7 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
         kind, chosen = choose_columns(config, names)
     except BadRecord as error:
         raise UserError(f"{place}: {error}") from None
-    beside = _BESIDE_MESSAGES if kind == "messages" else ()
+    beside = () if kind == "text" else _BESIDE_MESSAGES
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 
