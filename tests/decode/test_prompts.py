@@ -10,6 +10,8 @@ from tests.data.test_chat import ASSISTANT, END, QWEN3_STYLE, USER, messages
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.data.chat import prompt_of
+from wedlm_jax.data.columns import read_record
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import encode_prompt, prompt_text
 from wedlm_jax.errors import UserError
@@ -75,6 +77,16 @@ def test_what_is_wrong_beside_messages_is_named(model, prompt, message):
 def test_tools_that_a_template_does_not_show_are_refused():
     with pytest.raises(UserError, match="prompt: tools: the tokenizer's chat template shows none; leave them out"):
         encode_prompt(with_template(QWEN3_STYLE), {"messages": ASKED, "tools": TOOLS})
+
+
+def test_calls_in_lines_of_prompts_are_read_as_in_training_data(tmp_path):
+    """OpenAI writes no content beside a call, and its arguments as text."""
+    call = {"function": {"name": "look", "arguments": '{"at": "lake"}'}}
+    turns = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "a mat"}]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    ((_, read),) = read_prompts(tmp_path / "in.jsonl")
+    assert read == read_record({"messages": turns}, DataConfig(source="chat", path="x")).messages
+    assert read[1]["content"] == "" and read[1]["tool_calls"][0]["function"]["arguments"] == {"at": "lake"}
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,11 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     kind, columns = choose_columns(config, fields)
     values = [_plain(fields[column]) for column in columns]
     if kind == "messages":
-        return _chat(_messages(values[0], columns[0]), fields)
+        return _chat(read_messages(values[0], columns[0]), fields)
     if kind == "completion" and any(isinstance(value, list | Mapping) for value in values):  # as TRL has conversations
         if config.plain_prompt:
             raise BadRecord(f"{columns[0]} is messages, which the chat template writes; leave out data.plain_prompt")
-        before, after = (_messages(value, column) for value, column in zip(values, columns, strict=True))
+        before, after = (read_messages(value, column) for value, column in zip(values, columns, strict=True))
         return _chat([*({**message, "weight": 0} for message in before), *after], fields)
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
@@ -121,7 +121,12 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 
-def _messages(value: Any, column: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: `role` and `content`, ShareGPT's names told apart, arguments of calls as objects.
+
+    Raises:
+        BadRecord: `column` holds no messages, or one of them is not as it should be.
+    """
     if isinstance(value, Mapping):
         # A sequence of records, as tfds gives it, is one list for each key. Anything else is one message without its list.
         if not all(isinstance(one, list) for one in value.values()) or len({len(one) for one in value.values()}) != 1:

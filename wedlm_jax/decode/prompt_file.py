@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.data.columns import read_messages
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
 from wedlm_jax.errors import UserError, reason
 
@@ -70,21 +72,19 @@ def prompt_in(record: dict[str, Any], name: str) -> Prompt:
     if len(given) != 1:
         raise UserError(f"{name}: has {' and '.join(given) or 'no key'}; give exactly one of {', '.join(KINDS)}")
     ((kind, value),) = given.items()
-    if not _IS_KIND[kind](value):
+    if not _is_kind(kind, value):
         raise UserError(f"{name}: {kind} must be {KINDS[kind]}, not {json.dumps(value):.80}")
     if not value:
         raise UserError(f"{name}: {kind} is empty; give at least one token")
-    return value if len(record) == 1 else record
+    if kind == "messages":
+        try:
+            value = read_messages(value, kind)  # as training data are read
+        except BadRecord as error:
+            raise UserError(f"{name}: {error}") from None
+    return value if len(record) == 1 else {**record, kind: value}
 
 
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(i) is int for i in value)
-
-
-_IS_KIND = {"prompt": lambda value: isinstance(value, str), "messages": _is_messages, "prompt_ids": _is_ids}
+def _is_kind(kind: str, value: Any) -> bool:
+    if kind == "prompt":
+        return isinstance(value, str)
+    return isinstance(value, list) and (kind == "messages" or all(type(i) is int for i in value))
