@@ -63,11 +63,13 @@ def test_what_it_was_started_to_ignore_it_ignores():
         signal.signal(signal.SIGHUP, before)
 
 
-# Prints on after the terminal is closed, as a training does before it saves.
+# Prints on after the terminal is closed, as a training does before it saves. The terminal is its session's own, so it is the
+# system that tells it, and once.
 PRINTING = """
-import signal, sys, time
+import fcntl, signal, sys, termios, time
 from wedlm_jax.preemption import Termination
 
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # though the tests themselves be run by nohup
 with Termination() as termination:
     print("started", flush=True)
@@ -88,7 +90,6 @@ def test_a_run_whose_terminal_closes_can_still_print_and_save(tmp_path):
     os.close(end)
     assert os.read(terminal, 100).startswith(b"started")
     os.close(terminal)
-    os.kill(run.pid, signal.SIGHUP)  # which the system sends where the terminal is the session's own
     assert run.wait(60) == 0 and (tmp_path / "saved").read_text() == "SIGHUP"
 
 
