@@ -51,8 +51,11 @@ def test_of_several_templates_each_has_the_default():
         assert rendered(made, tools=tools) == f"{start}the cat{END}\n{ASSISTANT}{NO_THOUGHT}"
 
 
-def test_none_leaves_the_tokenizer_as_it_is():
-    assert with_defaults(tokenizer(), {}, "here") is tokenizer()
+def test_none_and_those_that_it_has_leave_the_tokenizer_as_it_is():
+    bare = of_style(None)
+    assert with_defaults(tokenizer(), {}, "here") is tokenizer() and with_defaults(bare, {}, "here") is bare
+    made = with_defaults(of_style(QWEN3_STYLE), {"enable_thinking": False}, "here")
+    assert with_defaults(made, {"enable_thinking": False}, "here") is made
 
 
 @pytest.mark.parametrize(

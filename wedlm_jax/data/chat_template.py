@@ -54,7 +54,7 @@ def beside_messages(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | N
 def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> None:
     """Raises a `UserError`, beginning with `name`, where the chat template does not read one of the variables, or is given it
     otherwise: it would be without effect."""
-    if not tokenizer.chat_template:
+    if variables and not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; leave it out")
     for variable in variables:
         if variable in _GIVEN or variable in tokenizer.special_tokens_map:
@@ -64,20 +64,21 @@ def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name
 
 
 def with_defaults(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> PreTrainedTokenizerBase:
-    """A tokenizer whose chat template has these variables where its caller does not set them; the given one where there are none.
+    """A tokenizer whose chat template has these variables where its caller does not set them; the given one where that has them
+    already, such as the one that a workdir keeps.
 
     They are written into the template itself, as Jinja, so they stay with it wherever it is saved and read.
 
     Raises:
         UserError: the template does not read one of them; beginning with `name`.
     """
-    if not variables:
-        return tokenizer
     _require_read(tokenizer, variables, name)
     # What JSON holds is written in Python as in Jinja. Jinja drops the line end behind a block, as transformers sets it up.
-    lines = [f"{{% set {key} = {key} | default({value!r}) %}}\n" for key, value in variables.items()]
-    tokenizer = copy.deepcopy(tokenizer)
-    templates = {of: "".join(lines) + text for of, text in templates_of(tokenizer).items()}
+    lines = "".join(f"{{% set {key} = {key} | default({value!r}) %}}\n" for key, value in variables.items())
+    before = templates_of(tokenizer)
+    if all(text.startswith(lines) for text in before.values()):
+        return tokenizer
+    tokenizer, templates = copy.deepcopy(tokenizer), {of: lines + text for of, text in before.items()}
     tokenizer.chat_template = templates if isinstance(tokenizer.chat_template, dict) else templates["default"]
     return tokenizer
 

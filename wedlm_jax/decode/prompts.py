@@ -97,7 +97,7 @@ def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: st
         them.
     """
     tokenizer = _tokenizer(model, name)
-    messages, tools, variables = _parts(prompt, name) if isinstance(prompt, Mapping) else (prompt, None, {})
+    messages, tools, variables = _parts(prompt, name) if isinstance(prompt, Mapping) else (prompt, None, NO_VARIABLES)
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
     for number, message in enumerate(messages):
