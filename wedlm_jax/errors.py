@@ -129,3 +129,8 @@ def _forget(output: int) -> None:
 def _exit(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def shown(value: object) -> str:
+    """A value in an error: the first characters of its repr, in one line."""
+    return " ".join(repr(value).split())[:80]

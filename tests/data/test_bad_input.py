@@ -69,7 +69,11 @@ BAD_LINES = {
     "an unknown role": (conversation({"role": "bot", "content": "x"}), "message 0: the role 'bot' is unknown; the roles are"),
     "no role": (conversation({"content": "x"}), "message 0 has no role"),
     "content that is no text": (
-        conversation(USER, {"role": "assistant", "content": ["x"]}), "message 1: content is list, not text",
+        conversation(USER, {"role": "assistant", "content": 5}), "message 1: content is int, not text",
+    ),
+    "content that holds a picture": (
+        conversation({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}),
+        "message 0: content holds {'type': 'image_url'}, and not {\"type\": \"text\", \"text\": ...} alone",
     ),
     "no content": (conversation({"role": "user"}), "message 0: content is missing"),
     "no reply": (conversation(USER), "the last message must be the assistant's; add its reply"),

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.data.test_chat import ASSISTANT, END, QWEN3_STYLE, USER, messages
+from tests.data.test_sources import WITH_TOOLS
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
 from wedlm_jax.data.chat import prompt_of
@@ -16,6 +17,7 @@ from wedlm_jax.decode.prompt_file import read_prompts
 from wedlm_jax.decode.prompts import encode_prompt, prompt_text
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
+from wedlm_jax.serve.asked import read_asked
 
 ASKED = messages("the cat")
 TEMPLATE = "{% for tool in tools or [] %}{{ tool.name }}: {% endfor %}" + QWEN3_STYLE
@@ -79,14 +81,29 @@ def test_tools_that_a_template_does_not_show_are_refused():
         encode_prompt(with_template(QWEN3_STYLE), {"messages": ASKED, "tools": TOOLS})
 
 
-def test_calls_in_lines_of_prompts_are_read_as_in_training_data(tmp_path):
-    """OpenAI writes no content beside a call, and its arguments as text."""
+def test_messages_of_lines_of_python_and_of_requests_are_read_as_training_data(tmp_path):
+    """OpenAI writes no content beside a call, its arguments as text, and a content in parts; ShareGPT names things otherwise."""
+    model = with_template(WITH_TOOLS)
     call = {"function": {"name": "look", "arguments": '{"at": "lake"}'}}
-    turns = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "a mat"}]
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "cat"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"from": "observation", "value": "a mat"},
+    ]
     (tmp_path / "in.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    ((_, read),) = read_prompts(tmp_path / "in.jsonl")
-    assert read == read_record({"messages": turns}, DataConfig(source="chat", path="x")).messages
-    assert read[1]["content"] == "" and read[1]["tool_calls"][0]["function"]["arguments"] == {"at": "lake"}
+    ((_, line),) = read_prompts(tmp_path / "in.jsonl")
+    (request,) = read_asked({"messages": turns}, DecodeConfig("ar"), chat=True).prompts
+    record = read_record({"messages": turns}, DataConfig(source="chat", path="x"))
+    expected = prompt_of(record.messages, model.tokenizer)
+    assert '"arguments": {"at": "lake"}' in model.tokenizer.decode(expected).replace(" :", ":")
+    assert encode_prompt(model, turns) == encode_prompt(model, line) == encode_prompt(model, request) == expected
+
+
+def test_a_message_that_the_template_passes_over_is_refused():
+    """As Qwen's templates do with a developer's, the role that OpenAI's clients have for system."""
+    knows = "{% for m in messages if m.role != 'developer' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="message 0: the chat template leaves out messages of the role .developer."):
+        encode_prompt(with_template(knows), [{"role": "developer", "content": "be kind"}, *ASKED])
 
 
 @pytest.mark.parametrize(

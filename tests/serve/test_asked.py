@@ -60,13 +60,6 @@ def test_prompts_are_text_or_ids_or_lists_of_them(prompt, prompts):
     assert read_asked({"prompt": prompt}, DEFAULTS, chat=False).prompts == prompts
 
 
-def test_a_message_may_come_in_parts():
-    parts = [{"type": "text", "text": "Tom "}, {"type": "text", "text": "has"}]
-    said = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
-    (prompt,) = read_asked(said, DEFAULTS, chat=True).prompts
-    assert prompt["messages"] == [{"role": "user", "content": "Tom has"}, said["messages"][1]]
-
-
 def test_variables_of_the_chat_template_are_no_setting():
     said = {
         "messages": [{"role": "user", "content": "Tom"}],
@@ -113,7 +106,6 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "logprobs": 0, "decoder": "streaming"}, "logprobs: are of the AR chain"),
         (True, {"messages": "Tom"}, "messages='Tom': must be a list"),
         (True, {"messages": []}, r"messages=\[\]: must be a list"),
-        (True, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message 0: .* is no text"),
         (True, {"messages": [{"role": "user"}], "logprobs": 0}, "logprobs=0: must be true or false"),
         (
             True,

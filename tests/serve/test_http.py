@@ -217,7 +217,7 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, {"prompt": "Tom", "tau": 1}, JSON, 400, "'tau': no such field"),
         (COMPLETIONS, {"prompt": [600]}, JSON, 400, "token id 600 is not in the vocabulary"),
         (COMPLETIONS, {"prompt": ["Tom", ""]}, JSON, 400, "prompt 1 is empty"),
-        (CHAT, {"messages": [{"role": "user", "content": 5}]}, JSON, 400, "message 0: content must be text"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, JSON, 400, "message 0: content is int, not text"),
         (COMPLETIONS, b"{", JSON, 400, "the body is no JSON"),
         (COMPLETIONS, b"[" * 100_000, JSON, 400, "the body is no JSON"),
         (COMPLETIONS, {"prompt": "Tom"}, {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),

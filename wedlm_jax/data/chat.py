@@ -108,19 +108,34 @@ def prompt_of(
     reply, for the next one.
 
     Raises:
-        BadRecord: no message is left, a message holds a control token, or the template refuses it, leaves one out or reads no
-            such variable or no tools.
+        BadRecord: no message is left, a message holds a control token, or as `write_prompt`.
         UserError: a tokenizer without template.
     """
-    _require_template(tokenizer)
     before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
-    beside = _beside(tokenizer, tools, variables)
-    _check(before, tokenizer, beside)
-    prompt = _render(tokenizer, before, beside, generation_prompt=True)
-    _check_written(prompt, tokenizer, before, beside, generation_prompt=True)
+    prompt = write_prompt(before, tokenizer, tools, variables)
+    _check(before, tokenizer, _beside(tokenizer, tools, variables))
     return encode_with_control_tokens(tokenizer, prompt)
+
+
+def write_prompt(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Any] | None = None,
+    variables: Variables = NO_VARIABLES,
+) -> str:
+    """A conversation as the chat template writes it, up to where the next reply begins.
+
+    Raises:
+        BadRecord: the template refuses it, leaves a message out or reads no such variable or no tools.
+        UserError: a tokenizer without template.
+    """
+    _require_template(tokenizer)
+    beside = _beside(tokenizer, tools, variables)
+    prompt = _render(tokenizer, messages, beside, generation_prompt=True)
+    _check_written(prompt, tokenizer, messages, beside, generation_prompt=True)
+    return prompt
 
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:

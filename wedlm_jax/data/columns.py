@@ -6,10 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from wedlm_jax.data.config import SourceConfig
-from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text
+from wedlm_jax.data.messages import read_messages
+from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Text, plain
 from wedlm_jax.errors import UserError
 
 Kind = Literal["text", "messages", "completion"]
@@ -24,8 +23,6 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "text": ("text",),
     "table": ("messages", "text", "completion"),
 }
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 # A system prompt, descriptions of functions for the chat template, and its variables.
 _BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs")
 
@@ -70,7 +67,7 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     if config.source == "completions":
         return _decoded_reply(fields)
     kind, columns = choose_columns(config, fields)
-    values = [_plain(fields[column]) for column in columns]
+    values = [plain(fields[column]) for column in columns]
     if kind == "messages":
         return _chat(read_messages(values[0], columns[0]), fields)
     if kind == "completion" and any(isinstance(value, list | Mapping) for value in values):  # as TRL has conversations
@@ -87,7 +84,7 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
 
 
 def _chat(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Chat:
-    beside = {name: _plain(fields.get(name)) for name in _BESIDE_MESSAGES}
+    beside = {name: plain(fields.get(name)) for name in _BESIDE_MESSAGES}
     if beside["functions"] is not None:
         raise BadRecord(
             'functions is OpenAI\'s earlier form of tools; write {"type": "function", "function": ...} of each there'
@@ -121,68 +118,6 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 
-def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: `role` and `content`, ShareGPT's names told apart, arguments of calls as objects.
-
-    Raises:
-        BadRecord: `column` holds no messages, or one of them is not as it should be.
-    """
-    if isinstance(value, Mapping):
-        # A sequence of records, as tfds gives it, is one list for each key. Anything else is one message without its list.
-        if not all(isinstance(one, list) for one in value.values()) or len({len(one) for one in value.values()}) != 1:
-            raise BadRecord(f"{column} is an object, not a list of messages")
-        value = [dict(zip(value, one, strict=True)) for one in zip(*value.values(), strict=True)]
-    if not isinstance(value, list):
-        raise BadRecord(f"{column} is {type(value).__name__}, not a list of messages")
-    return [_message(message, number) for number, message in enumerate(value)]
-
-
-def _message(message: Any, number: int) -> dict[str, Any]:
-    if not isinstance(message, Mapping):
-        raise BadRecord(f"message {number} is {type(message).__name__}, not an object with role and content")
-    message = {key: value for key, value in message.items() if value is not None}
-    sharegpt = "from" in message and "role" not in message
-    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
-    role, content = message.pop(role_key, None), message.pop(content_key, None)
-    if sharegpt:
-        role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
-    if role is None:
-        raise BadRecord(f"message {number} has no role (keys: {_listed(message)})")
-    if role not in _ROLES:
-        known = [*_ROLES, *(_SHAREGPT_ROLES if sharegpt else ())]
-        raise BadRecord(f"message {number}: the role {role!r} is unknown; the roles are {', '.join(known)}")
-    if content is None and role == "assistant" and message.get("tool_calls"):
-        content = ""
-    if not isinstance(content, str):
-        kind = "missing" if content is None else f"{type(content).__name__}, not text"
-        raise BadRecord(f"message {number}: {content_key} is {kind}")
-    if "function_call" in message:
-        raise BadRecord(f"message {number}: function_call is OpenAI's earlier form of a call; write it as tool_calls")
-    if message.get("weight", 1) not in (0, 1):
-        raise BadRecord(f"message {number}: weight is {message['weight']!r}; 0 for a turn not to be learned, or 1")
-    if isinstance(calls := message.get("tool_calls"), list):
-        message["tool_calls"] = [_call(call, number) for call in calls]
-    return {"role": role, "content": content, **message}
-
-
-def _call(call: Any, number: int) -> Any:
-    """With the arguments as an object: OpenAI writes them as text, which templates would quote once more."""
-    if not isinstance(call, Mapping):
-        return call
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _call(call["function"], number)}
-    arguments = call.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict):
-        raise BadRecord(f"message {number}: the arguments of a call are text that is no JSON object")
-    return {**call, "arguments": _plain(parsed)}
-
-
 def _system(value: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": _text(value, "system")}] if value else []
 
@@ -193,7 +128,7 @@ def _tools(value: Any) -> list[Any] | None:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise BadRecord("tools is text that is no JSON") from None
-        value = _plain(value)  # an escape in it may be half a character
+        value = plain(value)  # an escape in it may be half a character
     if value is not None and not isinstance(value, list):
         raise BadRecord(f"tools is {type(value).__name__}, not a list")
     return value or None
@@ -209,27 +144,6 @@ def _variables(value: Any) -> dict[str, Any]:
 def _text(value: Any, column: str) -> str:
     if not isinstance(value, str):
         raise BadRecord(f"{column} is {'missing' if value is None else f'{type(value).__name__}, not text'}")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """Lists and str for what tables give, numpy arrays and bytes; every str can be encoded."""
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise BadRecord(f"holds half a character ({value[error.start]!a}), which is no text") from None
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 (byte {error.start})") from None
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, list):
-        return [_plain(one) for one in value]
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
     return value
 
 

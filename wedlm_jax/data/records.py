@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,3 +71,28 @@ class Source(Protocol):
     def parse(self, index: int, raw: Raw) -> Record:
         """What `fetch` gave, understood. Raises `BadRecord` (a reason without the place) where it is not as it should be."""
         ...
+
+
+def plain(value: Any) -> Any:
+    """A value of a record with lists and str for what tables give, numpy arrays and bytes; every str can be encoded.
+
+    Raises:
+        BadRecord: one that cannot.
+    """
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise BadRecord(f"holds half a character ({value[error.start]!a}), which is no text") from None
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"not UTF-8 (byte {error.start})") from None
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist())
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {plain(key): plain(one) for key, one in value.items()}
+    return value

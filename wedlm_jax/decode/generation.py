@@ -14,12 +14,12 @@ from jax.sharding import Mesh
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings, at_least_one, integer
 from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
-from wedlm_jax.decode.prompts import Prompt, encode_prompt, shown
+from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord, placed_as
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
-from wedlm_jax.errors import UserError, out_of_memory
+from wedlm_jax.errors import UserError, out_of_memory, shown
 from wedlm_jax.model.handle import Model
 from wedlm_jax.sharding import batch_parts, rows_of_a_device
 

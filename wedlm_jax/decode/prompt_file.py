@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from wedlm_jax.data.columns import read_messages
-from wedlm_jax.data.records import BadRecord
 from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
 from wedlm_jax.errors import UserError, reason
 
@@ -76,12 +74,7 @@ def prompt_in(record: dict[str, Any], name: str) -> Prompt:
         raise UserError(f"{name}: {kind} must be {KINDS[kind]}, not {json.dumps(value):.80}")
     if not value:
         raise UserError(f"{name}: {kind} is empty; give at least one token")
-    if kind == "messages":
-        try:
-            value = read_messages(value, kind)  # as training data are read
-        except BadRecord as error:
-            raise UserError(f"{name}: {error}") from None
-    return value if len(record) == 1 else {**record, kind: value}
+    return value if len(record) == 1 else record
 
 
 def _is_kind(kind: str, value: Any) -> bool:

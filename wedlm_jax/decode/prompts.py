@@ -10,9 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, beside_messages
+from wedlm_jax.data.chat import write_prompt
+from wedlm_jax.data.chat_template import NO_VARIABLES, Variables
+from wedlm_jax.data.messages import read_messages
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, shown
 from wedlm_jax.model.handle import Model
 
 Messages = Sequence[Mapping[str, Any]]
@@ -58,11 +61,6 @@ def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
     raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
 
 
-def shown(value: object) -> str:
-    """A value in an error: the first characters of its repr, in one line."""
-    return " ".join(repr(value).split())[:80]
-
-
 def digest_of(prompts: Sequence[Sequence[int]]) -> str:
     """By which token ids of prompts are told from others."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
@@ -90,27 +88,20 @@ def _is_id(value: object) -> bool:
 
 
 def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: str = "prompt") -> str:
-    """Messages as the tokenizer's chat template writes them, up to where the answer begins.
+    """Messages as the tokenizer's chat template writes them, up to where the answer begins; read as training data are.
 
     Raises:
-      UserError: where there is no tokenizer or template, or the template refuses the messages, or does not read what is beside
-        them.
+      UserError: where there is no tokenizer or template, a message is none, or the template refuses them, leaves one out, or does
+        not read what is beside them.
     """
     tokenizer = _tokenizer(model, name)
     messages, tools, variables = _parts(prompt, name) if isinstance(prompt, Mapping) else (prompt, None, NO_VARIABLES)
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
-    for number, message in enumerate(messages):
-        if not isinstance(message.get("content", ""), str) and not message.get("tool_calls"):
-            raise UserError(f"{name}: message {number}: content must be text, not {shown(message['content'])}")
     try:
-        beside = beside_messages(tokenizer, tools, variables)
-    except UserError as error:
+        return write_prompt(read_messages([*messages], "messages"), tokenizer, tools, variables)
+    except BadRecord as error:
         raise UserError(f"{name}: {error}") from None
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **beside)
-    except Exception as error:  # templates are programs of the checkpoint and raise whatever they like
-        raise UserError(f"{name}: the chat template refuses these messages: {error}") from error
 
 
 def _parts(prompt: Mapping[str, Any], name: str) -> tuple[Messages, Sequence[Any] | None, Variables]:

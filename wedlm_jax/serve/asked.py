@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from wedlm_jax.decode.config import DecodeConfig, at_least_one
-from wedlm_jax.decode.prompts import Prompt, shown
-from wedlm_jax.errors import UserError
+from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.errors import UserError, shown
 
 SETTINGS = {field.name for field in dataclasses.fields(DecodeConfig)}  # each a field of its own name
 LIMITS = ("max_tokens", "max_completion_tokens", "max_new_tokens")  # names of one thing
@@ -135,19 +135,8 @@ def _prompts(prompt: Any) -> list[Prompt]:
 
 
 def _conversation(given: dict[str, Any]) -> Prompt:
-    """Messages with their content as text: OpenAI allows a list of parts, of which text is understood. Beside them the variables
-    of their template, as at vLLM."""
+    """Messages, and beside them the variables of their template, as at vLLM."""
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         raise UserError(f'messages={shown(messages)}: must be a list of {{"role": ..., "content": ...}}')
-    messages = [{**m, "content": _text(m["content"], i)} if "content" in m else m for i, m in enumerate(messages)]
     return {"messages": messages, "chat_template_kwargs": given.pop("chat_template_kwargs", None)}
-
-
-def _text(content: Any, number: int) -> Any:
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"messages: message {number}: {shown(part)} is no text, and the model reads nothing else")
-    return "".join(part["text"] for part in content)

@@ -16,9 +16,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from wedlm_jax.decode.prompts import shown
 from wedlm_jax.engine import QueueFull, Ticket
-from wedlm_jax.errors import UserError, reason
+from wedlm_jax.errors import UserError, reason, shown
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.service import Call, Closed, Service
