@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import pytest
 
 from wedlm_jax import generate
 from wedlm_jax.engine import rows as rows_module
+from wedlm_jax.model.parameters import params_of, transformer_from
 
 from .models import engine, same, talk, talker
 
@@ -96,3 +99,19 @@ def test_a_row_that_another_is_started_from_is_not_given_away_before():
     tickets = [served.submit(prompt, config) for prompt in ([9] * 18, branch, [8] * 18)]
     assert are_as_alone(tickets)
     assert [ticket.reused_tokens for ticket in tickets] == [0, len(SYSTEM), 0]
+
+
+@pytest.mark.parametrize("together", [1, 4])
+@pytest.mark.parametrize("loop", ["ar", "verified"])
+def test_a_request_whose_activations_are_nan_leaves_nothing_in_its_row(loop, together):
+    """Behind its cursor a row's slots have no weight, but zero times a NaN is a NaN."""
+    params = params_of(talker().transformer)
+    poison = params["embed.embedding"].at[9].set(jnp.nan)
+    model = dataclasses.replace(talker(), transformer=transformer_from(talker().config, params | {"embed.embedding": poison}))
+    served, config = engine(model, rows=together), talk(loop, max_new_tokens=8)
+    tickets = [served.submit([4, 5, 6, *[9] * 45], config) for _ in range(together)]
+    served.run()
+    assert all(ticket.result().log_probs == [None] * 8 for ticket in tickets)
+    tickets = [served.submit([1, 2, i], config) for i in range(together)]
+    served.run()
+    assert are_as_alone(tickets)

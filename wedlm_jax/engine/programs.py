@@ -44,12 +44,17 @@ def open_rows(
 
 
 @functools.partial(jax.jit, static_argnames="slots")
-def take_rows(cache: Cache, rows: jax.Array, *, slots: int) -> Cache:
-    """A copy of some rows (int [R]) of a cache, cut or padded to `slots`."""
+def take_rows(cache: Cache, rows: jax.Array, start: jax.Array, *, slots: int) -> Cache:
+    """A copy of the first `start` (int [R]) slots of some rows (int [R]) of a cache, in `slots` slots whose rest is zero.
+
+    What a row held behind them has no weight in attention, but zero times a NaN, if it held one, would be a NaN.
+    """
+    is_kept = jnp.arange(slots) < start[:, None]
 
     def take(x: jax.Array) -> jax.Array:
-        kept = jnp.take(x[:, :, :, :slots], rows, axis=1, mode="clip")
-        return jnp.pad(kept, ((0, 0), (0, 0), (0, 0), (0, slots - kept.shape[3]), (0, 0)))
+        taken = jnp.take(x[:, :, :, :slots], rows, axis=1, mode="clip")
+        taken = jnp.pad(taken, ((0, 0), (0, 0), (0, 0), (0, slots - taken.shape[3]), (0, 0)))
+        return jnp.where(is_kept[None, :, None, :, None], taken, 0)  # [layers, R, K, slots, H]
 
     return jax.tree.map(take, cache)
 
@@ -86,12 +91,12 @@ def fill_rows(
     holds_back: bool,
     drafter: Drafter | None,
 ) -> tuple[DecodeState, RowSettings]:
-    """Starts R requests, each in a row of its own.
+    """Starts R requests, each in a row of its own, in which nothing of an earlier one is left.
 
     Args:
       state, settings: of all rows.
       rows: int [R], which ones.
-      cache: of these R rows alone, their prompts prefilled; it may have fewer slots.
+      cache: of these R rows alone, their prompts prefilled; it may have fewer slots, and zeros follow.
       prompt: int32 [R, context]; `prompt_length` int32 [R].
       own: settings of the R requests.
       hidden_BMD: of the masks that rode in their prefill, B = R.
@@ -104,14 +109,19 @@ def fill_rows(
     def put(number: jax.Array, held: tuple[Any, Any]) -> tuple[Any, Any]:
         """One request. A row at a time: written together they would make XLA copy the cache."""
 
-        def along(axis: int, all_rows: jax.Array, new: jax.Array) -> jax.Array:
-            one = jax.lax.dynamic_index_in_dim(new, number, axis)
-            start = [rows[number] if i == axis else 0 for i in range(one.ndim)]
-            return jax.lax.dynamic_update_slice(all_rows, one, start)
+        def one_of(all_rows: jax.Array, new: jax.Array) -> jax.Array:
+            one = jax.lax.dynamic_index_in_dim(new, number)
+            return jax.lax.dynamic_update_slice_in_dim(all_rows, one, rows[number], 0)
+
+        def whole(all_rows: jax.Array, new: jax.Array) -> jax.Array:  # [layers, B, K, S, H]
+            missing = all_rows.shape[3] - new.shape[3]
+            one = jax.lax.dynamic_slice_in_dim(new, number, 1, 1)
+            one = jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
+            return jax.lax.dynamic_update_slice_in_dim(all_rows, one, rows[number], 1)
 
         caches, others = held
-        caches = jax.tree.map(functools.partial(along, 1), caches, fresh.cache)  # [layers, B, K, S, H]
-        return caches, jax.tree.map(functools.partial(along, 0), others, (without_cache(fresh), own))
+        caches = jax.tree.map(whole, caches, fresh.cache)
+        return caches, jax.tree.map(one_of, others, (without_cache(fresh), own))
 
     cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, (state.cache, (without_cache(state), settings)))
     return dataclasses.replace(state, cache=cache), settings

@@ -150,7 +150,7 @@ class RowGroup:
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
             for name in ("row", "source_row", "start", "stop")
         )
-        cache = take_rows(arrivals[0].source._state.cache, sources, slots=slots)
+        cache = take_rows(arrivals[0].source._state.cache, sources, start, slots=slots)
         hidden = None
         for done in range(0, int(np.max(stop - start)), CHUNK):
             first, last = start + done, np.minimum(start + done + CHUNK, stop)
