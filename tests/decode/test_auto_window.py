@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from wedlm_jax import DecodeConfig, generate
+from wedlm_jax import DecodeConfig, Engine, generate
 from wedlm_jax.decode import generation
 from wedlm_jax.decode.auto_window import next_window, window_in_play
 from wedlm_jax.decode.first_drafts import masks_in_prefill, riding_masks
@@ -17,7 +17,7 @@ from wedlm_jax.model.window_table import AUTO_WINDOWS, ON_ACCELERATOR, ON_CPU, O
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..conftest import FULL
-from .models import MASK, TINY, config_of, reciting_model, tiny_model
+from .models import LOOPS, MASK, TINY, config_of, reciting_model, tiny_model
 from .test_precision_and_mesh import cut_over
 
 PROMPTS = [[1, 2, 3], [4, 9, 0, 2, 7, 7, 1, 5], [6]]
@@ -149,9 +149,16 @@ def test_tokens_are_those_of_ar_and_of_any_window(sampling):
     assert [(c.ids, c.finish_reason) for c in auto] == [(c.ids, c.finish_reason) for c in alone]
 
 
-def test_a_fixed_window_does_not_move_and_other_decoders_take_the_first():
+def test_a_fixed_window_does_not_move():
     fixed, auto = DecodeConfig("verified", window_size=16), DecodeConfig("verified", window_size="auto")
     assert not fixed.adapts and auto.adapts
-    for decoder in ("streaming", "lookup"):
-        config = DecodeConfig(decoder, window_size="auto")
-        assert not config.adapts and config.window == 16
+
+
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "verified"])
+def test_for_other_decoders_it_is_sixteen(loop):
+    """A service may have it as its default, and a request another decoder."""
+    automatic, fixed = (config_of(loop, window_size=window, max_new_tokens=4) for window in ("auto", 16))
+    expected = generate(tiny_model(), PROMPTS, fixed)
+    assert generate(tiny_model(), PROMPTS, automatic) == expected
+    served = Engine(tiny_model(), rows=3, context=32)
+    assert served.submit(PROMPTS[0], automatic).result().ids == expected[0].ids

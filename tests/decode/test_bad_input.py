@@ -31,7 +31,7 @@ FIELDS = {
     "temperature": [-1.0, float("nan"), float("inf"), 1e39],
     "top_k": [-1, 2.5, 2**40],
     "top_p": [0.0, -0.5, 1.01, float("nan"), 1e-300, 10**400],
-    "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,)],
+    "stop_ids": [5, "ab", (1.5,), ("a",), (2**40,), tuple(range(65))],
     "stop": ["END", ("",), (1,), None],
     "mask_token_id": ["x", 1.0, True],
     "text_drafts": [1, "no"],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax import Completion, DecodeConfig, generate
+from wedlm_jax.data.tokenizer_training import train_tokenizer
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import SMALLEST_BUCKET, Batch, make_request
@@ -148,6 +149,23 @@ def test_the_mask_id_is_emitted_only_when_it_is_not_banned(loop, temperature):
     free = [config_of(loop, mask_token_id=i, ban_mask=False, temperature=temperature) for i in range(TINY.vocab_size)]
     liked = next(config for config in free if config.mask_token_id in emitted(config))
     assert liked.mask_token_id not in emitted(dataclasses.replace(liked, ban_mask=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_rows_of_the_vocabulary_behind_the_tokenizers_are_never_emitted(loop, temperature):
+    """Checkpoints pad their vocabularies, as Qwen's do."""
+    padded, config = dataclasses.replace(tiny_model()), config_of(loop, temperature=temperature)
+    padded.num_tokens = 5
+    assert max(emitted(config)) >= 5
+    assert {token for c in generate(padded, PROMPTS, config) for token in c.ids} <= set(range(5))
+
+
+def test_tokens_are_the_ids_of_the_tokenizer_and_those_that_end_a_text():
+    tokenizer = train_tokenizer(["x"], 260)
+    assert tiny_model().num_tokens == TINY.vocab_size
+    assert dataclasses.replace(tiny_model(), tokenizer=tokenizer).num_tokens == len(tokenizer)
+    assert dataclasses.replace(tiny_model(), tokenizer=tokenizer, eos_token_ids=(2, 300)).num_tokens == 301
 
 
 @pytest.mark.parametrize("loop", LOOPS)

@@ -65,7 +65,8 @@ def test_several_devices_score_what_one_scores():
 def test_the_logits_of_few_positions_are_held_at_a_time_however_long_the_text(monkeypatch):
     seen, logits = [], Transformer.logits
     monkeypatch.setattr(Transformer, "logits", lambda self, hidden: seen.append(hidden.shape) or logits(self, hidden))
-    scores._score.lower(tiny_model().weights, np.zeros((1, 2048), np.int32), np.int32(2000), np.int32(-1))
+    given = np.zeros((1, 2048), np.int32), np.int32(2000), np.int32(-1), np.int32(11)
+    scores._score.lower(tiny_model().weights, *given)
     assert {math.prod(shape[:-1]) for shape in seen} == {scores.SCORED_AT_ONCE}
 
 

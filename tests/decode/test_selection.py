@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax import DecodeConfig
-from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.decode.config import LARGEST_FLOAT, RowSettings
 from wedlm_jax.decode.sampling import filter_logits, position_noise, sample
 from wedlm_jax.decode.selection import RULES, select_by_confidence, select_by_entropy, select_drafts
 from wedlm_jax.model.window_table import ON_CPU
@@ -165,6 +165,20 @@ def test_temperatures_close_to_zero_are_greedy_and_only_the_banned_mask_id_is_ne
     assert set(banned) == {3}
     assert 1 not in banned_at_1
     assert 1 in free
+
+
+def test_the_highest_temperatures_draw_from_all_that_may_be_drawn():
+    """There XLA's 1 / T is 0."""
+    logits = np.array([50.0, 70.0, -30.0, 60.0, 0.0, 0.0, 0.0, 0.0], np.float32)
+    rows = settings_of(*(DecodeConfig(temperature=t, top_k=4) for t in (1e10, 2e38, LARGEST_FLOAT)))
+    assert [set(row) for row in np.asarray(drawn(logits, rows))] == [{1, 3, 4, 5, 6, 7}] * 3
+
+
+def test_rows_of_a_vocabulary_that_are_no_tokens_are_never_chosen():
+    configs = [DecodeConfig(temperature=t, stop_ids=(), mask_token_id=0) for t in (0.0, 1.0)]
+    rows = RowSettings.from_configs(configs, range(2), ON_CPU, num_tokens=6)
+    greedy, at_1 = np.asarray(drawn(np.array([0, 1, 1, 2, 0, 0, 9, 9], np.float32), rows))
+    assert set(greedy) == {3} and set(at_1) == {1, 2, 3, 4, 5}
 
 
 def test_rules_for_slots_that_are_filled_together():

@@ -107,7 +107,9 @@ def test_a_request_whose_activations_are_nan_leaves_nothing_in_its_row(loop, tog
     """Behind its cursor a row's slots have no weight, but zero times a NaN is a NaN."""
     params = params_of(talker().transformer)
     poison = params["embed.embedding"].at[9].set(jnp.nan)
-    model = dataclasses.replace(talker(), transformer=transformer_from(talker().config, params | {"embed.embedding": poison}))
+    model = dataclasses.replace(
+        talker(), transformer=transformer_from(talker().config, params | {"embed.embedding": poison})
+    )
     served, config = engine(model, rows=together), talk(loop, max_new_tokens=8)
     tickets = [served.submit([4, 5, 6, *[9] * 45], config) for _ in range(together)]
     served.run()

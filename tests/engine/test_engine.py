@@ -172,6 +172,17 @@ def test_a_cancelled_request_keeps_what_it_had_and_its_neighbours_notice_nothing
     assert served.waiting == served.running == 0
 
 
+@pytest.mark.parametrize("loop", ["streaming_eager", "streaming_fallback", "ar", "lookup", "verified"])
+def test_a_request_that_is_cancelled_before_it_runs_has_the_fields_of_its_decoder(loop):
+    served, config = engine(), talk(loop)
+    early = served.submit([1], config)
+    early.cancel()
+    whole = served.submit([2], config).result()
+    assert early.ids == []
+    for name in ("log_probs", "acceptance"):
+        assert getattr(early.completion, name) == (None if getattr(whole, name) is None else [])
+
+
 def test_the_window_shows_what_is_filled_and_what_is_not():
     """Behind the committed tokens: filled slots with their tokens, masks as None, never past max_new_tokens."""
     served = engine(talker())

@@ -113,6 +113,7 @@ def test_a_second_signal_ends_it_in_the_middle_of_a_step(folder):
         (("--host", "no.such.host.invalid"), "--host no.such.host.invalid --port 0"),
         (("--model", "nowhere"), "nowhere: no such directory"),
         (("--window-size", "0"), "window_size=0"),
+        (("--cache-limit", "0"), "cache_limit=0: must be a number of bytes"),
     ],
 )
 def test_bad_flags_are_one_line(folder, flags, complaint, monkeypatch, capsys):

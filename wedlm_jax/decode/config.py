@@ -25,6 +25,8 @@ DRAFT_THRESHOLD = 0.7  # a wrong draft costs compute alone, so verified decoding
 DEFAULT_WINDOW = 16
 LARGEST_FLOAT = float(np.finfo(np.float32).max)  # of the traced settings
 SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)  # above 0; what is smaller may be taken for 0
+NO_LIMIT = int(np.iinfo(np.int32).max)
+MOST_STOP_IDS = 64
 STOP_ID_SLOTS = 8  # stop ids are padded to a multiple of this, so that another number of them does not recompile
 
 
@@ -98,7 +100,10 @@ class DecodeConfig:
                 raise UserError(
                     f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own"
                 )
-            object.__setattr__(self, "stop_ids", tuple(integer("stop_ids", i) for i in self.stop_ids))
+            stop_ids = tuple(dict.fromkeys(integer("stop_ids", i) for i in self.stop_ids))
+            if len(stop_ids) > MOST_STOP_IDS:
+                raise UserError(f"stop_ids: {len(stop_ids)} of them; give at most {MOST_STOP_IDS}")
+            object.__setattr__(self, "stop_ids", stop_ids)
         if self.mask_token_id is not None:
             object.__setattr__(self, "mask_token_id", integer("mask_token_id", self.mask_token_id))
         for name in ("text_drafts", "reorder", "ban_mask"):
@@ -252,6 +257,7 @@ class RowSettings:
     stop_ids: jax.Array  # int32 [B, n], padded with -1
     mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
     ban_mask: jax.Array  # bool [B]
+    num_tokens: jax.Array  # int32 [B]: ids from there on are no tokens, and never chosen
     key: jax.Array  # PRNG keys [B]
     window_table: WindowTable = dataclasses.field(metadata={"static": True})  # of the model
     adapts: bool = dataclasses.field(metadata={"static": True})  # every row's window_size is "auto"; see auto_window.py
@@ -260,13 +266,14 @@ class RowSettings:
 
     @classmethod
     def from_configs(
-        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], window_table: WindowTable
+        cls, configs: Sequence[DecodeConfig], rows: Sequence[int], window_table: WindowTable, num_tokens: int = NO_LIMIT
     ) -> RowSettings:
         """Stacks configs of one `program` whose `stop_ids` and `mask_token_id` are resolved.
 
         Args:
           rows: the row numbers that seed the noise.
           window_table: of the model: which automatic windows are worth their cost, and which widths are compiled.
+          num_tokens: of the model: ids from there on are never chosen.
         """
         widest = window_table.widest(len(configs))
 
@@ -291,6 +298,7 @@ class RowSettings:
             stop_ids=np.array(stop_ids, "int32"),
             mask_token_id=np.array([-1 if c.mask_token_id is None else c.mask_token_id for c in configs], "int32"),
             ban_mask=column("ban_mask", "bool"),
+            num_tokens=np.full(len(configs), num_tokens, "int32"),
         )
         adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
         arrays, key = _on_device(columns, column("seed", "int32"), np.array(rows, "int32"))

@@ -118,8 +118,8 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
             f"{name}: {len(ids)} prompt tokens + max_new_tokens={config.max_new_tokens} exceed the model's context of "
             f"{context}; shorten the prompt or lower max_new_tokens"
         )
-    if config.sized_by is not None and not config.adapts and getattr(config, config.sized_by) > context:
-        size = getattr(config, config.sized_by)
+    size = config.block_size if config.sized_by == "block_size" else config.window
+    if config.sized_by is not None and not config.adapts and size > context:
         raise UserError(f"{config.sized_by}={size} exceeds the model's context of {context}; lower it")
     mask_token_id = None
     needed = config.uses_masks and model.needs_mask_token
@@ -146,7 +146,7 @@ class Batch:
         self.program = Program.of(config)
         computed = rows_of_a_device(len(requests), model.weights.mesh)
         self.settings = RowSettings.from_configs(
-            [r.config for r in requests], [r.row for r in requests], model.window_table
+            [r.config for r in requests], [r.row for r in requests], model.window_table, model.num_tokens
         ).for_rows(computed)
         width = bucket(max(len(r.prompt) for r in requests))
         prompts = np.zeros((len(requests), width), np.int32)
@@ -266,6 +266,11 @@ def verification(config: DecodeConfig, state: DecodeState, row: int, count: int)
         used = [slot for slot, (checked, _) in enumerate(by_slot, 1) if checked]
         fields["acceptance"] = by_slot[: max(used, default=0)]
     return fields
+
+
+def nothing_verified(config: DecodeConfig) -> dict[str, Any]:
+    """`verification` of a row of which no forward has run."""
+    return {name: [] for name, has in (("log_probs", config.holds_back), ("acceptance", config.drafter)) if has}
 
 
 def decode_batch(

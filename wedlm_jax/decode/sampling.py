@@ -30,6 +30,7 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     chex.assert_shape(positions, logits.shape[:2])
     vocabulary = jnp.arange(logits.shape[-1])
     banned = settings.ban_mask[:, None] & (vocabulary[None, :] == settings.mask_token_id[:, None])
+    banned |= vocabulary[None, :] >= settings.num_tokens[:, None]
     logits = jnp.where(banned[:, None, :], -jnp.inf, logits)
     greedy = likeliest(logits)
     if not settings.draws:
@@ -38,7 +39,9 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
     # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
     relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-    filtered = filter_logits(relative, settings.top_k, settings.top_p) / temperature[:, None, None]
+    filtered = filter_logits(relative, settings.top_k, settings.top_p)
+    # XLA may multiply by 1 / T, which is 0 where T is huge, and -inf * 0 is no number.
+    filtered = jnp.where(filtered == -jnp.inf, -jnp.inf, filtered / temperature[:, None, None])
     noise = jax.vmap(functools.partial(position_noise, V=logits.shape[-1]))(settings.key, positions)
     drawn = likeliest(filtered + noise)
     return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)

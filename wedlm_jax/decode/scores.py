@@ -45,7 +45,13 @@ def score(model: Model, ids: Sequence[int], banned: int | None = None) -> Scores
     tokens[:, : len(ids)] = ids
     try:
         scores, hidden = jax.device_get(
-            _score(model.weights, tokens, np.int32(len(ids)), np.int32(-1 if banned is None else banned))
+            _score(
+                model.weights,
+                tokens,
+                np.int32(len(ids)),
+                np.int32(-1 if banned is None else banned),
+                np.int32(model.num_tokens),
+            )
         )
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
@@ -60,7 +66,7 @@ def score(model: Model, ids: Sequence[int], banned: int | None = None) -> Scores
 
 @jax.jit
 def _score(
-    weights: Weights, tokens_BL: jax.Array, count: jax.Array, banned: jax.Array
+    weights: Weights, tokens_BL: jax.Array, count: jax.Array, banned: jax.Array, num_tokens: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """Of the first row, what is known behind each of its places, and the hidden state of the last of `count`."""
     with weights.transformer() as transformer:
@@ -70,7 +76,8 @@ def _score(
 
         def at_some(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             logits_CV = transformer.logits(chunk[0])
-            first = likeliest(jnp.where(jnp.arange(logits_CV.shape[-1]) == banned, -jnp.inf, logits_CV))
+            vocabulary = jnp.arange(logits_CV.shape[-1])
+            first = likeliest(jnp.where((vocabulary == banned) | (vocabulary >= num_tokens), -jnp.inf, logits_CV))
             return log_prob(logits_CV, chunk[1]), entropy(logits_CV), first, log_prob(logits_CV, first)
 
         C = min(SCORED_AT_ONCE, len(following))  # a divisor: both are powers of two

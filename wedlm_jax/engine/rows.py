@@ -235,7 +235,8 @@ class RowGroup:
                 of_rows[one], of_rows[other] = of_rows[other], of_rows[one]
 
     def _row_settings(self, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
-        return RowSettings.from_configs(configs, rows, self._window_table).for_rows(self._of_a_device(self._num_rows))
+        settings = RowSettings.from_configs(configs, rows, self._window_table, self._model.num_tokens)
+        return settings.for_rows(self._of_a_device(self._num_rows))
 
     def _of_a_device(self, rows: int) -> int:
         """How many of the rows that are computed a device computes."""

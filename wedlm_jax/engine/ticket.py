@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
-from wedlm_jax.decode.generation import Request, completion
+from wedlm_jax.decode.generation import Request, completion, nothing_verified
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces
 from wedlm_jax.engine.turns import Turns
@@ -49,7 +50,8 @@ class Ticket:
         self.completion: Completion | None = None
         self.error: UserError | None = None
         self.waits = True
-        self._verification: Callable[[], dict[str, Any]] = dict  # fields of the completion: what the AR chain said
+        # Fields of the completion: what the AR chain said.
+        self._verification: Callable[[], dict[str, Any]] = functools.partial(nothing_verified, request.config)
         self._commits: deque[Commit] = deque()
         self._pieces = Pieces(engine.model.tokenizer, request.config)
 
@@ -131,7 +133,8 @@ class Ticket:
     def start_over(self) -> None:
         """Waits for a row again; the one that it had is gone, and nothing was committed there."""
         self.waits, self.reused_tokens = True, 0
-        self.window, self.stats, self._verification = [], Stats(0, 0, 0), dict
+        self.window, self.stats = [], Stats(0, 0, 0)
+        self._verification = functools.partial(nothing_verified, self.request.config)
 
     def fail(self, error: UserError) -> None:
         self.error, self.window, self._verification = error, [], dict

@@ -66,6 +66,14 @@ class Model:
         presumed = presumed_table(self.transformer)
         return presumed if self.measured_windows is None else self.measured_windows.table(self, presumed)
 
+    @functools.cached_property
+    def num_tokens(self) -> int:
+        """One more than the largest id that decoding may choose. Behind the tokenizer's the rows of a vocabulary are padding;
+        without a tokenizer all are tokens."""
+        if self.tokenizer is None:
+            return self.config.vocab_size
+        return 1 + max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1)
+
     def __call__(
         self,
         tokens: jax.Array,

@@ -46,6 +46,9 @@ class Serve(ChatModelFlags):
     """Tokens of a prompt and its answer at most; None is the model's, at most 4096."""
     queue: int = 256
     """Requests that may wait; more are refused with status 429."""
+    cache_limit: int | None = None
+    """Bytes that all caches may take: each decoder and size of window that is asked for has one of its own, and idle ones give
+    way. None: what the device has."""
     steps: int = 4
     """Forwards between two looks at who has come, left or finished: fewer stream in smaller pieces, more cost the host less."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
@@ -59,7 +62,14 @@ def serve(args: Serve) -> None:
         raise UserError(f"--context {args.context}: must be at least {SMALLEST_CONTEXT}")
     with Server(args.host, args.port, key()) as server:
         model = args.load()
-        engine = Engine(model, rows=args.rows, context=args.context, queue=args.queue, steps=args.steps)
+        engine = Engine(
+            model,
+            rows=args.rows,
+            context=args.context,
+            queue=args.queue,
+            steps=args.steps,
+            cache_limit=args.cache_limit,
+        )
         for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
             say(line)
         failed = threading.Event()
