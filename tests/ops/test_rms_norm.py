@@ -27,6 +27,17 @@ def test_value_and_gradients_are_those_of_the_formula(shape):
         np.testing.assert_allclose(value, reference, rtol=2e-6, atol=2e-6)
 
 
+def _pulled_back(x, scale, d_out):
+    return jax.vjp(lambda x: rms_norm(x, scale, EPS), x)[1](d_out)[0]
+
+
+def test_in_bfloat16_the_gradient_is_that_of_the_scale_which_the_forward_pass_multiplies_by():
+    x, d_out = jax.random.normal(jax.random.key(1), (2, 64, 16)).astype(jnp.bfloat16)
+    scale = jnp.linspace(0.5, 2.0, 16)  # not all of bfloat16
+    d_x, of_rounded = (_pulled_back(x, one, d_out) for one in (scale, scale.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(d_x, of_rounded)
+
+
 def test_bfloat16_rows_are_normalised_in_float32_and_their_scale_gradient_is_summed_there():
     x = jax.random.normal(jax.random.key(0), (4096, 8)).astype(jnp.bfloat16)
     out, pullback = jax.vjp(lambda x, scale: rms_norm(x, scale, EPS), x, jnp.ones(8))

@@ -131,7 +131,8 @@ class DecodeConfig:
 
     @property
     def holds_back(self) -> bool:
-        """Whether the last prompt token is fed by the first decode forward instead of prefill: by all that read the AR chain."""
+        """Whether the first decode forward feeds the last prompt token, whose row says what AR puts next: by all that read the AR
+        chain."""
         return self.reads_chain or self.verify == "fallback"
 
     @property

@@ -39,7 +39,7 @@ def fallback_step(
         fed,
         masks | (slots == last[:, None]),
         widths=feeding_widths(C, B, settings.window_table, C // 2),
-        most_read=C // 2 + 1,  # W masks and the last of the run
+        most_read=C // 2,  # W - 1 masks and the last of the run
         score=entropy,
     )
     masked = masks & state.running[:, None]

@@ -42,11 +42,12 @@ def prefill(
     B, P = prompt.shape
     # A row writes at most C slots behind prompt + output.
     cache = transformer.empty_cache(B, -(-(P + output_slots + slots) // TILE) * TILE)
-    stop = prompt_length - (holds_back and drafter != "verified")
+    masks = riding_masks(drafter, slots)
+    # Masks that ride behind the prompt see its last token; where it is held back, the first forward writes its slot once more.
+    stop = prompt_length - (holds_back and masks == 0)
     cache, hidden_BMD = fill_cache(
-        transformer, cache, prompt, jnp.zeros(B, jnp.int32), stop, settings,
-        chunk=min(P, CHUNK), masks=riding_masks(drafter, slots),
-    )  # fmt: skip
+        transformer, cache, prompt, jnp.zeros(B, jnp.int32), stop, settings, chunk=min(P, CHUNK), masks=masks
+    )
     sizes = dict(slots=slots, output_slots=output_slots)
     state = begin(cache, prompt, prompt_length, **sizes, holds_back=holds_back)
     return first_drafts(transformer, state, settings, hidden_BMD, drafter)

@@ -12,9 +12,9 @@ FinishReason = Literal["stop", "length", "cancelled"]  # only an engine cancels
 class Stats:
     """Counters of one row.
 
-    Streaming and block-wise prefill the whole prompt; AR, verified, lookup and the fallback mode hold its last token back for
-    the first forward, so that AR is exactly 1 in both ratios. Verified lets its first masks ride in prefill, so that its first
-    forward checks drafts already: the masks of its window count as processed. Streaming feeds every token at least twice, as a
+    Streaming and block-wise prefill the whole prompt; of AR, verified, lookup and the fallback mode the first forward feeds its
+    last token, so that AR is exactly 1 in both ratios. Verified lets its first masks ride in prefill, so that its first forward
+    checks drafts already: the masks of its window count as processed. Streaming feeds every token at least twice, as a
     mask and as itself, so its p_cache stays at or below 1/2; the fallback mode's AR tokens are fed as themselves alone.
     """
 

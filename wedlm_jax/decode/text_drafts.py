@@ -22,8 +22,8 @@ WEIGHT = 2  # of a mask draft in matching tokens; once mask drafts have failed, 
 def with_text(state: DecodeState, settings: RowSettings, window_size: jax.Array) -> tuple[DecodeState, jax.Array]:
     """A window of text behind the pending token, in rows where text is trusted more than the mask drafts that lead there.
 
-    It is where more than two tokens match for each of them; and where none of the mask drafts that were last checked was right,
-    more than half a token.
+    With m matching tokens and d mask drafts it is where m > 2 d; once none of the mask drafts that were last checked was right,
+    where 2 m > d.
 
     Args:
       window_size: W [B]: at most W - 1 tokens of text.

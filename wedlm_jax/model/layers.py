@@ -184,7 +184,7 @@ def _inputs_and_outputs(equation: str) -> tuple[str, str]:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale over the last axis, in float32 (arXiv 1910.07467)."""
+    """`rms_norm` with a learned scale (arXiv 1910.07467)."""
 
     def __init__(self, config: ModelConfig, dim: int, axis: str):
         self.eps, self.dtype = config.rms_norm_eps, config.dtype

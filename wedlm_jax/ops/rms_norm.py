@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * scale over the last axis, in float32; the result has the dtype of x.
+    """x / rms(x) * scale over the last axis: normalised in float32, multiplied in the dtype of x, as Qwen's models have it.
 
     The backward pass keeps x alone. Sums over the last axis are written as products of vectors, which XLA on CPU does many times
     faster where an array has more than two axes (`python -m benchmarks.layouts`); on TPU they compile to sums again.
@@ -34,7 +34,7 @@ def _backward(eps: float, kept: tuple[jax.Array, jax.Array], d_out: jax.Array) -
     normalised, inverse = _normalised(x, eps)
     d_out = d_out.astype(jnp.float32)
     d_scale = jnp.sum(d_out * normalised, axis=tuple(range(x.ndim - 1)))
-    d_normalised = d_out * scale.astype(jnp.float32)
+    d_normalised = d_out * scale.astype(x.dtype).astype(jnp.float32)  # the factor of the forward pass
     along = _mean_of_products(d_normalised, normalised)
     return (inverse * (d_normalised - normalised * along)).astype(x.dtype), d_scale.astype(scale.dtype)
 
