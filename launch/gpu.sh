@@ -7,7 +7,8 @@
 #
 # One process drives all GPUs of its machine, so on one machine no variable is needed. It is started again, up to
 # WEDLM_RESTARTS (10) times, whatever it died of: the run goes on from its last checkpoint. It is not where it ended well,
-# with bad input (status 2), by Ctrl-C or by a SIGTERM that was not waited for (130, 143).
+# with bad input (status 2) or by a signal that was not waited for (130, 143), nor after Ctrl-C or a SIGTERM to this script: the
+# process is told, saves, and its status is that of the script.
 set -euo pipefail
 
 dry=false
@@ -27,10 +28,28 @@ if $dry; then
 fi
 
 interrupted=false
-trap 'interrupted=true' INT # the process hears it too, and saves
+stop() {
+  interrupted=true heard=true
+  kill -TERM $(jobs -p) 2>/dev/null || true # not INT, which what runs in the background ignores
+}
+trap stop INT TERM
+
+# In the background: bash hears no signal before the end of what it runs in front.
+run() {
+  local status
+  "$@" &
+  if $interrupted; then stop; fi # by a signal before there was anything to tell
+  while
+    heard=false status=0
+    wait "$!" || status=$? # of the signal, where one ends the wait
+    $heard
+  do :; done
+  return "$status"
+}
+
 for ((try = 0; ; try++)); do
   status=0
-  "${command[@]}" || status=$?
+  run "${command[@]}" || status=$?
   case "$status" in
     0 | 2 | 130 | 143) exit "$status" ;;
   esac
@@ -38,7 +57,7 @@ for ((try = 0; ; try++)); do
     exit "$status"
   fi
   echo "ended with status $status; starting again ($((try + 1)) of ${WEDLM_RESTARTS:-10})" >&2
-  sleep "${WEDLM_RESTART_SECONDS:-10}" || true
+  run sleep "${WEDLM_RESTART_SECONDS:-10}" || true
   if $interrupted; then
     exit "$status"
   fi

@@ -96,13 +96,20 @@ def test_a_gpu_box_starts_again_after_a_death_but_not_after_bad_input(tmp_path, 
     ("lines", "status"),
     [
         (
-            ("trap 'saved=true' INT", "echo ready", "until [[ -v saved ]]; do sleep 0.05; done", "exit 75"),
+            ("trap 'saved=true' TERM", "echo ready", "until [[ -v saved ]]; do sleep 0.05; done", "sleep 0.5; exit 75"),
             75,
-        ),  # saves first
+        ),  # saves first, and is waited for
         (("echo ready >&2", "exit 1"), 1),  # while the box waits to start it again
     ],
 )
-def test_a_gpu_box_does_not_start_again_after_ctrl_c(tmp_path, lines, status):
+@pytest.mark.parametrize(
+    ("tell", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGINT), (os.kill, signal.SIGTERM)],  # Ctrl-C in a terminal; kill PID
+    ids=["Ctrl-C", "INT", "TERM"],
+)
+def test_a_gpu_box_that_is_told_to_end_tells_the_training_and_does_not_start_it_again(
+    tmp_path, lines, status, tell, number
+):
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(fake_python(tmp_path, *lines)), "WEDLM_RESTART_SECONDS": "30"}
     box = subprocess.Popen(
         ["bash", str(LAUNCH / "gpu.sh"), "--exp", "sft"],
@@ -113,8 +120,9 @@ def test_a_gpu_box_does_not_start_again_after_ctrl_c(tmp_path, lines, status):
     if status == 1:
         assert "starting again" in box.stdout.readline()
         time.sleep(0.2)  # until it sleeps
-    os.killpg(box.pid, signal.SIGINT)  # as a terminal does
+    tell(box.pid, number)
     assert box.wait(timeout=20) == status
+    assert box.stdout.read() == ""  # closed: nothing that it started is left
     assert len((tmp_path / "runs").read_text().splitlines()) == 1
 
 
