@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -14,14 +15,15 @@ from wedlm_jax import calibrate, load, pretrained, save, save_adapter
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.handle import CALIBRATION_FILE
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.model.revision import revision
-from wedlm_jax.model_file import Base, ModelFile
+from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train_state import new_state
+from wedlm_jax.workdir import base_of
 
 COMMANDS = {
     "generate.__main__": ["--prompt", "Anna has"],
@@ -157,14 +159,54 @@ def test_convert_merges_an_adapter_of_all_rows_or_writes_it_alone(folder, monkey
     assert not (folder / "out").exists()
 
 
-def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_out(folder, monkeypatch, capsys):
-    """From the workdir itself, from it as --adapter, and from the directory that convert writes, comes the same model."""
+def begun(workdir):
+    """A workdir that trained an adapter beside `base`, named so; the model of both."""
     model = with_noise(load("base"), AdapterConfig(rank=2))
     base, own = split_adapter(params_of(model.transformer))
-    (folder / "run").mkdir()
-    ModelFile(model.config, 3, (5,), Base("base", revision(model.config, base))).write(folder / "run")
-    with Checkpoints(folder / "run", keep=1) as checkpoints:
+    workdir.mkdir(parents=True)
+    beside = base_of(Experiment(name="adapter", init_from="base"), model)
+    ModelFile(model.config, 3, (5,), beside, "base").write(workdir)
+    with Checkpoints(workdir, keep=1) as checkpoints:
         checkpoints.save(new_state(base | own, OptimizerConfig()), 1, {}, {})
+    return model
+
+
+def test_the_base_is_found_from_any_folder_and_where_it_was_moved_with_the_workdir(folder, monkeypatch):
+    begun(folder / "runs" / "a")
+    file, elsewhere = folder / "runs" / "a" / "model.json", folder / "elsewhere"
+    written = ModelFile.read(file.parent)
+    assert written.base.path == str(folder / "base")
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert load("../runs/a").config.adapter is not None
+    for name in ("base", "runs"):
+        (folder / name).rename(elsewhere / name)
+    earlier = dataclasses.replace(written, base=dataclasses.replace(written.base, path="base"), init_from=None)
+    for described in (written, earlier):
+        described.write(elsewhere / "runs" / "a")
+        monkeypatch.chdir(elsewhere)
+        assert load("runs/a").source == "base"
+        monkeypatch.chdir("/")
+        assert load(elsewhere / "runs" / "a").source == "base"
+
+
+def test_an_adapter_whose_base_is_gone_says_so(folder):
+    begun(folder / "run")
+    (folder / "base").rename(folder / "renamed")
+    message = f"run: an adapter beside {folder}/base, which is not there; bring it back, or name the base: --model BASE"
+    with pytest.raises(UserError, match=f"^{re.escape(message)} --adapter run$"):
+        load("run")
+    assert load("renamed", adapter="run").config.adapter is not None
+
+
+def test_a_base_of_the_hub_keeps_its_name(folder):
+    model = with_noise(load("base"), AdapterConfig(rank=2))
+    assert base_of(Experiment(name="adapter", init_from="owner/name"), model).path == "owner/name"
+
+
+def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_out(folder, monkeypatch, capsys):
+    """From the workdir itself, from it as --adapter, and from the directory that convert writes, comes the same model."""
+    model = begun(folder / "run")
     flags = ["--from", "run", "--only-adapter", "--to", "taken"]
     assert run(monkeypatch, "convert", *flags) == 0
     for found in (load("run"), load("base", adapter="run"), load("base", adapter="taken")):

@@ -21,7 +21,7 @@ MODEL_FILE = "model.json"
 class Base:
     """The model that an adapter was trained beside. Its parameters are read where they are, and never written."""
 
-    path: str  # what init_from named, of a workdir with the step
+    path: str  # what init_from named, of a workdir with the step; absolute where that is a local directory
     revision: str
 
     def check(self, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
@@ -42,6 +42,11 @@ class ModelFile:
     eos_token_ids: tuple[int, ...]
     base: Base | None = None  # where the config has an adapter
     init_from: str | None = None  # what its first parameters were read from, of a workdir with the step
+
+    @property
+    def named_base(self) -> str | None:
+        """The base by the name that it was given; earlier files have that as the path."""
+        return None if self.base is None else self.init_from or self.base.path
 
     def write(self, workdir: Path) -> None:
         (workdir / MODEL_FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")

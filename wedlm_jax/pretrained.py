@@ -249,12 +249,12 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     else:
         choose_mask_token_id(config, tokenizer, mask_token_id)
     if declared.base is not None:
-        params = base_params(declared.base, dtype, mesh) | params  # the adapter's stay as they were trained
+        params = base_params(workdir, dtype, mesh) | params  # the adapter's stay as they were trained
     else:
         params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
     transformer = transformer_from(config, params)
     model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, workdir / "tokenizer")
-    return model if declared.base is None else dataclasses.replace(model, source=declared.base.path)
+    return model if declared.base is None else dataclasses.replace(model, source=declared.named_base)
 
 
 def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Model:
@@ -276,13 +276,30 @@ def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Mode
     )
 
 
-def base_params(base: Base, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """The parameters of the model that an adapter was trained beside.
+def base_params(workdir: Path, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+    """The parameters of the model that the adapter of `workdir` was trained beside.
 
     Raises:
       UserError: it is not there, or it is another model by now.
     """
+    base = _found_base(workdir)
     model = load(base.path, dtype, mesh=mesh)
     params, _ = split_adapter(params_of(model.transformer))
     base.check(model.config, params)
     return params
+
+
+def _found_base(workdir: Path) -> Base:
+    """The base where it was, else where it was named: from the current folder, or from one above the workdir, with which it may
+    have been moved. Another model in one of these places has another revision."""
+    declared = ModelFile.read(workdir)
+    assert declared.base is not None
+    path, named = declared.base.path, str(declared.named_base)
+    places = [path, named, *(str(folder / named) for folder in workdir.resolve().parents)]
+    found = next((place for place in places if Path(split_step(place)[0]).exists()), None)
+    if found is None and not is_hub_id(path):
+        raise UserError(
+            f"{workdir}: an adapter beside {path}, which is not there; bring it back, or name the base: "
+            f"--model BASE --adapter {workdir}"
+        )
+    return dataclasses.replace(declared.base, path=found or path)

@@ -178,7 +178,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         start = 0
         frozen = None
         if resumed and model_file.base is not None:
-            frozen = base_params(model_file.base, settings.model.param_dtype, mesh)
+            frozen = base_params(workdir, settings.model.param_dtype, mesh)
         abstract = abstract_state(settings.model, settings.optimizer, mesh)
         restored = checkpoints.restore(abstract, frozen) if resumed else None
         if restored is not None:

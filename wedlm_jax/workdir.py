@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import secrets
 import shutil
@@ -176,7 +177,10 @@ def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
         return None
     if initial is None:
         raise UserError(f"{experiment.name} trains an adapter; name the model that it is for as init_from")
-    return Base(str(experiment.init_from), revision(initial.config, params_of(initial.transformer)))
+    path = os.path.expanduser(str(experiment.init_from))
+    if Path(split_step(path)[0]).exists():  # and no hub id
+        path = os.path.abspath(path)
+    return Base(path, revision(initial.config, params_of(initial.transformer)))
 
 
 def refuse_long_rows(experiment: Experiment, model: ModelConfig) -> None:
