@@ -166,6 +166,23 @@ def test_end_ids_that_are_no_ids_are_named(copy_of):
         load_hf(directory)
 
 
+@pytest.mark.parametrize(("stored", "outside"), [("256", 256), ("[5, -1]", -1)])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_ids_outside_the_vocabulary_are_told_by_the_file_that_has_them(copy_of, file, stored, outside):
+    directory = copy_of("qwen3_plain")
+    raw = json.loads((directory / "config.json").read_text()) if file == "config.json" else {}
+    (directory / file).write_text(json.dumps(raw | {"eos_token_id": json.loads(stored)}))
+    with pytest.raises(UserError, match=rf"/{file}: eos_token_id={outside} is not a row of the vocabulary \(0 to"):
+        load_hf(directory)
+
+
+def test_the_tokenizers_end_outside_the_vocabulary_is_told_as_its_own(copy_of):
+    directory = copy_of("qwen3_plain")
+    tokenizer(300, eos_token="<|end|>").save_pretrained(directory)
+    with pytest.raises(UserError, match="the tokenizer's end token=300 is not a row of the vocabulary"):
+        load_hf(directory)
+
+
 def test_tokenizer_files_are_carried_along_unchanged(copy_of, tmp_path):
     directory = copy_of("qwen3_plain")
     tokenizer(eos_token="<|end|>").save_pretrained(directory)

@@ -65,15 +65,26 @@ def write_chat_template(tokenizer: Any, directory: Path) -> None:
         file.write_text(text, encoding="utf-8")
 
 
-def resolve_eos_token_ids(directory: Path, raw_config: Mapping[str, Any], tokenizer: Any | None) -> tuple[int, ...]:
+def resolve_eos_token_ids(
+    config: ModelConfig, raw_config: Mapping[str, Any], directory: Path, tokenizer: Any | None
+) -> tuple[int, ...]:
     """The ids that end a text: of generation_config.json, else of config.json, else of the tokenizer, whose id joins those of a
-    `wedlm` checkpoint, as in the official engine."""
+    `wedlm` checkpoint, as in the official engine.
+
+    Raises:
+      UserError: one of them is not a row of the vocabulary.
+    """
     file = directory / GENERATION_FILE
     stored = read_json(file).get("eos_token_id") if file.is_file() else None
     ids = token_ids(stored, "eos_token_id", file)
-    ids = ids or token_ids(raw_config.get("eos_token_id"), "eos_token_id", directory / "config.json")
+    if not ids:
+        file = directory / "config.json"
+        ids = token_ids(raw_config.get("eos_token_id"), "eos_token_id", file)
+    for token_id in ids:
+        _require_in_vocabulary(token_id, config, f"{file}: eos_token_id")
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is not None and (not ids or raw_config.get("model_type") == "wedlm"):
+        _require_in_vocabulary(eos, config, f"{directory}: the tokenizer's end token")
         ids = tuple(dict.fromkeys((*ids, eos)))
     return ids
 

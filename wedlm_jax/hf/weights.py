@@ -44,7 +44,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
     config = from_hf(raw, file, resolve_dtype(dtype))
     tokenizer = load_tokenizer(directory)
     mask_token_id = resolve_mask_token_id(config, raw, file, tokenizer, mask_token_id)
-    eos_token_ids = resolve_eos_token_ids(directory, raw, tokenizer)
+    eos_token_ids = resolve_eos_token_ids(config, raw, directory, tokenizer)
     transformer = transformer_from(config, read_params(directory, config, mesh=mesh))
     return Model(transformer, config, tokenizer, mask_token_id, eos_token_ids, directory)
 
