@@ -58,10 +58,10 @@ def rows(flags: Flags) -> Iterator[tuple[str, ...]]:
     ranges = jnp.zeros(flags.length, jnp.int32), jnp.arange(1, flags.length + 1, dtype=jnp.int32)
 
     def forward(kernels: flash_gpu.Kernels) -> Callable[..., Any]:
-        return lambda q, k, v: kernels.forward(q, k, v, *ranges, causal=True)
+        return lambda q, k, v: kernels.forward(q, k, v, *ranges)
 
     def backward(kernels: flash_gpu.Kernels) -> Callable[..., Any]:
-        return lambda q, k, v, *rest: kernels.backward(q, k, v, *ranges, *rest, causal=True)
+        return lambda q, k, v, *rest: kernels.backward(q, k, v, *ranges, *rest)
 
     triton = {"triton": flash_gpu.triton()}
     choices = {str(tiles): flash_gpu.sm90(forward_tiles=tiles) for tiles in FORWARD} | triton

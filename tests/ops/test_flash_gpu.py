@@ -153,9 +153,7 @@ def test_the_dual_stream_by_flash_is_the_one_by_key_ranges_with_its_gradients(
 
 def test_remat_by_dots_runs_no_forward_kernel_again(monkeypatch):
     """A sine is in the place of the forward kernel, as jax itself keeps a Pallas call whose result nobody reads."""
-    sines = flash_gpu.Kernels(
-        lambda q, k, v, *ranges, causal: (jnp.sin(q), q[..., 0].T), lambda q, k, v, *others, causal: (q, k, v)
-    )
+    sines = flash_gpu.Kernels(lambda q, k, v, *ranges: (jnp.sin(q), q[..., 0].T), lambda q, k, v, *others: (q, k, v))
     monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: sines)
     pattern = DualStream(jnp.ones((1, L), int), 32)
     q = k = v = jax.ShapeDtypeStruct((1, 2 * L, 1, H), jnp.float32)

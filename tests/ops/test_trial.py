@@ -19,13 +19,13 @@ HEADS = (4, 2, 64)  # N, K, H
 TRYING = "attention: trying tokamax's flash kernels on this GPU first; model.attention=xla does without"
 
 
-def forward(q, k, v, start, end, *, causal):
+def forward(q, k, v, start, end):
     """What a flash kernel gives of one row, by dense attention."""
     out, lse = attend(*(x[None] for x in (q, k, v)), visible(k, start, end))
     return out[0], lse[0].T
 
 
-def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+def backward(q, k, v, start, end, lse, out, d_out):
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
     row = (x[None] for x in (q, k, v))
     gradients = flash_gpu._dense_backward(*row, visible(k, start, end), lse.T[None], delta[None], d_out[None])
@@ -40,28 +40,28 @@ def visible(k, start, end):
 RIGHT = Kernels(forward, backward)
 
 
-def a_key_too_many(q, k, v, start, end, *, causal):
-    return forward(q, k, v, start, jnp.minimum(end + 1, k.shape[0]), causal=causal)
+def a_key_too_many(q, k, v, start, end):
+    return forward(q, k, v, start, jnp.minimum(end + 1, k.shape[0]))
 
 
-def one_document(q, k, v, start, end, **settings):
-    return forward(q, k, v, 0 * start, end, **settings)
+def one_document(q, k, v, start, end):
+    return forward(q, k, v, 0 * start, end)
 
 
-def without_the_merged_output(q, k, v, start, end, lse, out, d_out, *, causal):
-    return backward(q, k, v, start, end, lse, forward(q, k, v, start, end, causal=causal)[0], d_out, causal=causal)
+def without_the_merged_output(q, k, v, start, end, lse, out, d_out):
+    return backward(q, k, v, start, end, lse, forward(q, k, v, start, end)[0], d_out)
 
 
-def nothing_of_the_keys(*args, **settings):
-    d_q, d_k, d_v = backward(*args, **settings)
+def nothing_of_the_keys(*args):
+    d_q, d_k, d_v = backward(*args)
     return d_q, 0 * d_k, d_v
 
 
-def not_a_number(*args, **settings):
-    return [x.at[(0,) * x.ndim].set(jnp.nan) for x in forward(*args, **settings)]
+def not_a_number(*args):
+    return [x.at[(0,) * x.ndim].set(jnp.nan) for x in forward(*args)]
 
 
-def too_old(*args, **settings):
+def too_old(*args):
     raise NotImplementedError("compute capability 7.5\nand more lines")
 
 

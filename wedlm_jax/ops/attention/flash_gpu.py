@@ -6,7 +6,7 @@ backward kernel of each part gives that part of the gradient (p = exp(score - ls
 Differentiating through the residuals that a kernel returns would be silently wrong: no kernel has a gradient for them.
 
 Kernels: `sm90` (Pallas Mosaic, Hopper: bfloat16 and float16) and `triton` (Pallas Triton, Ampere and later: float32 too).
-The forward kernels skip tiles by both ends of the ranges. Backward, both skip the future where `causal` says that there is one
+The forward kernels skip tiles by both ends of the ranges. Backward, both skip the future, which no range may reach into
 (`sm90` masks the rest element by element, `triton` by a bool [T, S] a row), and neither skips other documents.
 
 Both ran on an H200, of tokamax 0.0.17 (benchmarks/RESULTS.md, "On a GPU"), and on no other GPU. In the tests `triton` runs,
@@ -39,7 +39,7 @@ from wedlm_jax.ops.attention.ranges import RESIDUALS
 # Queries of a program of the largest kernel, and keys of its tiles: lengths are multiples of it.
 TILE = 128
 
-# q_TNH, k_SKH, v_SKH, start_T, end_T, causal -> out_TNH, lse_NT
+# q_TNH, k_SKH, v_SKH, start_T, end_T -> out_TNH, lse_NT
 Forward = Callable[..., tuple[jax.Array, jax.Array]]
 # The same, then lse_NT, out_TNH, d_out_TNH of the whole softmax -> d_q_TNH, d_k_SKH, d_v_SKH
 Backward = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
@@ -61,10 +61,11 @@ def flash_attention(
     end_BT: jax.Array,
     own: OwnBlocks | None = None,
     *,
-    causal: bool = True,
     kernels: Kernels | None = None,
 ) -> jax.Array:
     """Softmax attention, scaled by H ** -0.5, over a key range for every query and, if given, its own block.
+
+    T = S, and no range ends after t + 1: the backward pass leaves out the future.
 
     Args:
       q_BTNH: queries, N a multiple of K.
@@ -72,7 +73,6 @@ def flash_attention(
         the same keys they are then added before they are rounded.
       start_BT, end_BT: query t of row b sees the keys start_BT[b, t] <= s < end_BT[b, t]; an empty range needs `own`.
       own: further keys, each seen by its own block alone.
-      causal: promises that T = S and no range ends after t + 1; the backward pass then leaves out the future.
       kernels: `sm90` or `triton`; None chooses by the GPU that is there.
 
     Returns:
@@ -84,7 +84,7 @@ def flash_attention(
     if reason := unsupported(q_BTNH, k_BSKH, 0 if own is None else own.size):
         raise ValueError(f"flash attention: {reason}")
     k_BSKH, v_BSKH = (x.astype(jnp.float32) for x in (k_BSKH, v_BSKH))
-    return _attend(causal, kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
+    return _attend(kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
 def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array, own_size: int = 0) -> str | None:
@@ -101,17 +101,15 @@ def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array, own_size: int = 0) -> str 
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(causal: bool, kernels: Kernels, q, k, v, start, end, own: OwnBlocks | None) -> jax.Array:
-    return _forward(causal, kernels, q, k, v, start, end, own)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(kernels: Kernels, q, k, v, start, end, own: OwnBlocks | None) -> jax.Array:
+    return _forward(kernels, q, k, v, start, end, own)[0]
 
 
-def _forward(causal, kernels, q, k, v, start, end, own):
+def _forward(kernels, q, k, v, start, end, own):
     k, v = (x.astype(q.dtype) for x in (k, v))
     # The barrier: XLA would run a kernel a second time to have it write straight into the stack of what a scan keeps.
-    out, lse_BNT = jax.lax.optimization_barrier(
-        jax.vmap(functools.partial(kernels.forward, causal=causal))(q, k, v, start, end)
-    )
+    out, lse_BNT = jax.lax.optimization_barrier(jax.vmap(kernels.forward)(q, k, v, start, end))
     lse = lse_BNT.swapaxes(1, 2)
     if own is not None:
         own_out, own_lse = (x.reshape(*q.shape[:2], *x.shape[2:]) for x in attend(*own.by_block(q)))
@@ -120,13 +118,12 @@ def _forward(causal, kernels, q, k, v, start, end, own):
     return out, (q, k, v, start, end, own, out, lse)
 
 
-def _backward(causal, kernels, residuals, d_out):
+def _backward(kernels, residuals, d_out):
     q, k, v, start, end, own, out, lse = residuals
     chex.assert_equal_shape([q, out, d_out])
-    backward = jax.vmap(functools.partial(kernels.backward, causal=causal))
     # Keys of its own for every query head: over the heads that share them we add in float32, a kernel would round the sum.
     of_heads = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    d_q, *d_of_heads = backward(q, *of_heads, start, end, lse.swapaxes(1, 2), out, d_out)
+    d_q, *d_of_heads = jax.vmap(kernels.backward)(q, *of_heads, start, end, lse.swapaxes(1, 2), out, d_out)
     d_k, d_v = (jnp.sum(x.reshape(*k.shape[:3], -1, k.shape[3]), axis=3, dtype=jnp.float32) for x in d_of_heads)
     d_own = None
     if own is not None:
@@ -210,8 +207,8 @@ def sm90(
     forward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_kernel_sm90")
     backward_kernel: Any = _module("ops.attention.pallas_mosaic_gpu_vjp_kernel_sm90")
 
-    def forward(q, k, v, start, end, *, causal):
-        del causal  # the ranges say it, and skip by it
+    def forward(q, k, v, start, end):
+        # Without `is_causal`, here and below: the ranges say it, and skip by it.
         queries, keys, stages = forward_tiles
         config = forward_kernel.Config(block_q=queries, block_kv=keys, num_stages=stages)
         out, (peak, total) = forward_kernel.flash_attention_kernel(
@@ -221,7 +218,7 @@ def sm90(
         )  # fmt: skip
         return out, peak + jnp.log(total)
 
-    def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+    def backward(q, k, v, start, end, lse, out, d_out):
         queries, keys, stages, groups = backward_tiles
         config = backward_kernel.Config(
             block_q_dkv=queries, block_kv_dkv=keys, block_q_dq=queries, block_kv_dq=keys, num_stages=stages,
@@ -229,7 +226,7 @@ def sm90(
         )  # fmt: skip
         return backward_kernel.flash_attention_vjp_kernel(
             q, k, v, (lse, jnp.ones_like(lse)), out, d_out, None, None, start[None], end[None],
-            logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=None, is_causal=causal, ds_dtype=None, config=config,
+            logits_scale=q.shape[-1] ** -0.5, logits_soft_cap=None, is_causal=True, ds_dtype=None, config=config,
         )[:3]  # fmt: skip
 
     return Kernels(forward, backward)
@@ -250,8 +247,7 @@ def triton() -> Kernels:
             q_k_dot_precision=precision, weights_v_dot_precision=precision,
         )  # fmt: skip
 
-    def forward(q, k, v, start, end, *, causal):
-        del causal
+    def forward(q, k, v, start, end):
         # split_k stays 1: with key ranges, tokamax shifts no range to its part of the keys, and the result is wrong.
         config = forward_kernel.Config(block_q=64, block_k=64, num_stages=2, num_warps=4)
         out, (peak, total) = forward_kernel._fwd(
@@ -260,13 +256,13 @@ def triton() -> Kernels:
         )  # fmt: skip
         return out, peak + jnp.log(total)
 
-    def backward(q, k, v, start, end, lse, out, d_out, *, causal):
+    def backward(q, k, v, start, end, lse, out, d_out):
         key = jnp.arange(k.shape[0])
         mask = (start[:, None] <= key) & (key < end[:, None])
         config = backward_kernel.Config(block_m1=32, block_n1=64, block_m2=64, block_n2=32, num_warps=4, num_stages=2)
         return backward_kernel._bwd(
             q, k, v, None, mask[None], None, (lse, jnp.ones_like(lse)), out, d_out,
-            is_causal=causal, ds_dtype=None, config=config, **common(q),
+            is_causal=True, ds_dtype=None, config=config, **common(q),
         )[:3]  # fmt: skip
 
     return Kernels(forward, backward)
