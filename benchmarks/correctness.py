@@ -74,7 +74,7 @@ def measured(flags: Flags, paths: Mapping[str, Path]) -> Iterator[tuple[str, str
         case = f"H = {head_dim}, {heads} / {kv_heads} heads, blocks of {block_size}"
         found = of_dual_stream(paths, flags.length, head_dim, heads, kv_heads, block_size)
         yield from ((path, case, ratios) for path, ratios in found.items())
-        ways = ("xla", "tokamax") if jax.default_backend() == "gpu" else ("xla",)
+        ways = ("xla", "split_gpu") if jax.default_backend() == "gpu" else ("xla",)
         of_windows = of_cache(flags.length, head_dim, heads, kv_heads, ways)
         yield from zip(("attend_cache", "attend_cache, split"), itertools.repeat(case), ([x] for x in of_windows))
     yield "ops.cross_entropy", "half of the rows carry a loss", of_losses(flags.length)

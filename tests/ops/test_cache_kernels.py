@@ -1,6 +1,7 @@
 """The kernels over a cache, for GPUs and for TPUs, interpreted, against dense float64 attention."""
 
 import functools
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +102,8 @@ def test_rows_that_have_finished_past_the_used_part_stay_finite(kernel):
 @pytest.mark.parametrize(
     ("platform", "kernel", "name", "other"), [("gpu", "split", "tokamax", "splash"), ("tpu", "window", "splash", None)]
 )
-def test_windows_are_attended_by_the_kernel_of_the_device_and_prompts_by_none(
-    monkeypatch, platform, kernel, name, other
+def test_windows_are_attended_by_the_kernel_of_the_device_which_the_log_names_and_prompts_by_none(
+    monkeypatch, caplog, platform, kernel, name, other
 ):
     """By "auto" where its trial there says nothing against it. Splash reads no cache: elsewhere it asks for nothing here."""
     taken = []
@@ -126,12 +127,17 @@ def test_windows_are_attended_by_the_kernel_of_the_device_and_prompts_by_none(
         monkeypatch.setattr(module, "target_platform", lambda: platform)
     expected, by_kernel = decode("xla")
     assert not by_kernel
-    assert not decode("auto", failure="wrong")[1]
-    assert other is None or not decode(other)[1]
-    for implementation in ("auto", name):
-        out, by_kernel = decode(implementation)
-        assert by_kernel
-        np.testing.assert_allclose(out, expected, atol=5e-6)
+    choice.log_once.cache_clear()
+    with caplog.at_level(logging.INFO, "wedlm_jax"):
+        assert not decode("auto", failure="wrong")[1]
+        assert other is None or not decode(other)[1]
+        for implementation in ("auto", name):
+            out, by_kernel = decode(implementation)
+            assert by_kernel
+            np.testing.assert_allclose(out, expected, atol=5e-6)
+    assert f"attention: {kernel}_{platform}, on {platform}" in caplog.messages
+    assert f"attention: xla, on {platform}, because of {kernel}_{platform}: wrong" in caplog.messages
+    assert not any("tokamax" in line or "splash" in line for line in caplog.messages)
     prompt = jnp.zeros((4, 65, 2, q.shape[3])), *(jnp.zeros((4, 65, 1, q.shape[3])) for _ in "kv")
     longer = KVCache(*(jnp.zeros((1, 4, 1, 128, q.shape[3])) for _ in "kv"))
     taken.clear()
@@ -188,7 +194,7 @@ def test_the_split_kernel_lowers_for_cuda(head_dim):
     assert text.count("triton") == 2
 
 
-@pytest.mark.parametrize(("way", "kernel"), [("tokamax", "split"), ("splash", "window"), ("xla", None)])
+@pytest.mark.parametrize(("way", "kernel"), [("split_gpu", "split"), ("window_tpu", "window"), ("xla", None)])
 def test_in_bfloat16_every_row_errs_little_more_than_by_dense_attention(monkeypatch, way, kernel):
     """Behind eight splits, which are merged, behind two tiles, and behind none; the output is bfloat16 too."""
     if kernel:

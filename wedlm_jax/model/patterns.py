@@ -199,8 +199,8 @@ class CachedWindow:
 
     @staticmethod
     def _choose(asked: Implementation, q: jax.Array, k_cache: jax.Array) -> str:
-        """How a window is attended on a device. XLA's way is that of a prompt, of many queries, and of splash elsewhere than on a
-        TPU, since splash itself reads no cache."""
+        """How a window is attended on a device, an `implementation` of `attend_cache`: neither splash nor tokamax reads a cache,
+        and kernels of ours stand for them. XLA's way is that of a prompt, of many queries, and of splash where no TPU is."""
         if q.shape[1] > FEW_QUERIES or (asked == "splash" and target_platform() != "tpu"):
             return "xla"
         kernels = {"tokamax": split_gpu, "splash": window_tpu}
@@ -210,7 +210,8 @@ class CachedWindow:
             "tokamax": functools.partial(trial.failure, "split", *heads),
             "splash": functools.partial(trial.failure, "window", *heads),
         }
-        return choose("auto" if asked == "splash" else asked, unsupported, failures=failures)
+        names = {"tokamax": "split_gpu", "splash": "window_tpu"}
+        return choose("auto" if asked == "splash" else asked, unsupported, failures=failures, kernels=names)
 
     def physical_index(self, window: int) -> jax.Array:
         """int [B, T]: the cache slots that the window takes."""

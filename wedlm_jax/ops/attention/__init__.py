@@ -4,7 +4,7 @@ Training's prediction stream attends to its block and to the memory stream befor
 cache. `attend` takes any mask and holds all scores, `attend_ranges` a key range for every query and visits what it must,
 `attend_cache` the used part of a cache. These are XLA alone; `splash` is a whole causal or two-stream row in one TPU kernel,
 `flash_gpu` key ranges by GPU kernels, `split_gpu` and `window_tpu` a cache by kernels for either, and `choose` says which is
-used, of all kernels but splash by a `trial` on the device that is here. Knows nothing of WeDLM.
+used; "auto" has every kernel but jax's own splash tried (`trial`) on the device first. Knows nothing of WeDLM.
 """
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks

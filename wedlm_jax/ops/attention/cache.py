@@ -35,8 +35,7 @@ def attend_cache(
       k_LBKSH, v_LBKSH: keys and values of all layers [layers, B or more, K, S, H]; rows behind B are not read.
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
-      implementation: "xla"; "tokamax", the kernel for GPUs of `split_gpu`; "splash", that for TPUs of `window_tpu`. The kernel's
-        `unsupported` names no reason against it.
+      implementation: "xla", or a kernel: "split_gpu" or "window_tpu", whose `unsupported` names no reason against it.
 
     Returns:
       out [B, T, N, H].
@@ -46,7 +45,7 @@ def attend_cache(
     chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
     if implementation != "xla":
-        kernel = {"tokamax": attend_split, "splash": attend_window}[implementation]
+        kernel = {"split_gpu": attend_split, "window_tpu": attend_window}[implementation]
         return kernel(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
     contexts = [S]
     while contexts[0] >= 2 * smallest_context(B):

@@ -24,8 +24,9 @@ def choose(
     platform: str | None = None,
     *,
     failures: Mapping[str, Callable[[], str | None]] = {},
+    kernels: Mapping[str, str] = {},
 ) -> str:
-    """The implementation that is used: "xla", "splash" or "tokamax". Each choice is logged once.
+    """The implementation that is used: "xla", "splash" or "tokamax", or its name in `kernels`. Each choice is logged once.
 
     Args:
       asked: "auto" is splash on TPU and tokamax on GPU, where they can do it, and xla everywhere else.
@@ -33,6 +34,7 @@ def choose(
       platform: for which is compiled; None reads `target_platform()`.
       failures: of what is tried first, why "auto" should not take it on the device that is here (`trial.failure`); None if it is
         right there.
+      kernels: what runs in the place of splash or tokamax, where that is another kernel.
 
     Raises:
       UserError: the implementation that is asked for cannot do it.
@@ -48,11 +50,12 @@ def choose(
     elif kernel is None:
         chosen, why = "xla", f"on {platform}"
     elif reason := unsupported[kernel] or (failures[kernel]() if kernel in failures else None):
-        chosen, why = "xla", f"on {platform}, because of {kernel}: {reason}"
+        chosen, why = "xla", f"on {platform}, because of {kernels.get(kernel, kernel)}: {reason}"
     else:
         chosen, why = kernel, f"on {platform}"
-    log_once(chosen, why)
-    return chosen
+    runs = kernels.get(chosen, chosen)
+    log_once(runs, why)
+    return runs
 
 
 def asked_elsewhere(asked: Implementation) -> Implementation:
