@@ -38,6 +38,31 @@ def test_every_group_has_the_shares_of_the_mixture(tmp_path):
     assert abs(long / (long + short) - 0.5) < 0.05
 
 
+def drawn_parts(config, split, count, whole=False):
+    """Of the first documents of a stream the number of their part; of those of the split alone, or of the `whole`."""
+    documents = Documents(config, tokenizer(), 0, split)
+    drawn = (documents[index] for index in range(count))
+    return [document.part for document in drawn if whole or document.examples]
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_part_that_splits_itself_has_its_share_of_either_split(tmp_path, split):
+    """Of the other part's documents most are of the training split, and so dropped from the held-out one."""
+    path = str(write_lines(tmp_path / "chat.jsonl", [chat(number) for number in range(4000)]))
+    parts = (WeightedSource("quickstart_tasks"), WeightedSource("chat", path, weight=3))
+    found = drawn_parts(DataConfig(source="mixture", mixture=parts, row_length=1024), split, 6000)
+    assert len(found) > 100 and abs(np.mean(found) - 0.75) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["chat", "quickstart_tasks"])
+def test_parts_that_are_split_alike_come_in_one_order_in_both_splits(tmp_path, kind):
+    path = None if kind == "quickstart_tasks" else str(write_lines(tmp_path / "chat.jsonl", [chat(0), chat(1)]))
+    parts = tuple(WeightedSource(kind, path, weight=weight) for weight in (0.7, 0.1, 0.2))
+    config = DataConfig(source="mixture", mixture=parts, row_length=1024)
+    train, held_out = (drawn_parts(config, split, 300, whole=True) for split in ("train", "held_out"))
+    assert train == held_out
+
+
 @pytest.mark.parametrize("groups", [1, 3, 4])
 def test_a_record_of_a_mixture_comes_once_an_epoch_of_its_part_whatever_the_groups(tmp_path, groups):
     """Also where a part's length is no multiple of their number, over the ends of its epochs."""

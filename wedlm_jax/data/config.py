@@ -86,7 +86,8 @@ class SourceConfig:
 class WeightedSource(SourceConfig):
     """A part of a mixture."""
 
-    weight: float = 1.0  # its share of the documents, relative to the other parts
+    # Its share of the documents of either split, relative to the other parts; bad records that are skipped count in it
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):

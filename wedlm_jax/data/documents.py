@@ -96,7 +96,17 @@ class Documents:
             grain.MapDataset.range(sys.maxsize).map(functools.partial(_pair, number))
             for number in range(len(self._sources))
         ]
-        return grain.MapDataset.mix(turns, self._config.weights)
+        return grain.MapDataset.mix(turns, self._weights)
+
+    @property
+    def _weights(self) -> Sequence[float]:
+        """By which the parts take turns. In every turn of a source that splits itself there is a document of this split, in those
+        of another only as often as its documents are of it: beside such a one the former is given that many fewer."""
+        alone, weights = [source.splits_itself for source in self._sources], self._config.weights
+        if len(set(alone)) == 1:
+            return weights
+        share = self._config.share_held_out if self.split == "held_out" else 1 - self._config.share_held_out
+        return [weight * share if itself else weight for weight, itself in zip(weights, alone, strict=True)]
 
     @functools.cached_property
     def _orders(self) -> list[grain.MapDataset]:
