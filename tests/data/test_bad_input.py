@@ -300,6 +300,10 @@ def part(**fields):
             lambda: DataConfig(source="mixture", mixture=(part(source="mixture", path=None),)),
             "data.mixture[0] is a mixture itself",
         ),
+        (
+            lambda: DataConfig(source="mixture", mixture=(part(), part(weight=1e-320))),
+            "data.mixture[1].weight=1e-320 is next to nothing beside 1.0; raise it, or leave the part out",
+        ),
         (lambda: DataConfig(source="mixture", mixture=(part(), part(path=None))), "data.mixture[1].source=chat needs"),
         (lambda: DataConfig(source="mixture", path="x", mixture=(part(),)), "data.path is set, but data.source=mixture"),
         (lambda: DataConfig(source="chat", path="x", mixture=(part(),)), "data.mixture is set, but data.source=chat"),

@@ -153,9 +153,15 @@ class DataConfig(SourceConfig):
         else:
             if not self.mixture:
                 raise UserError("data.source=mixture, but data.mixture is empty; name its sources")
+            largest = max(part.weight for part in self.mixture)
             for number, part in enumerate(self.mixture):
                 if part.source == "mixture":
                     raise UserError(f"data.mixture[{number}] is a mixture itself; list its sources here")
+                if part.weight < _LEAST_SHARE * largest:
+                    raise UserError(
+                        f"data.mixture[{number}].weight={part.weight} is next to nothing beside {largest}; raise it, or leave "
+                        "the part out"
+                    )
                 part.check(f"data.mixture[{number}]")
             parts = self.mixture
         if self.self_generated and (without := [p.source for p in parts if p.source in _HAVE_NO_PROMPTS]):
@@ -184,4 +190,5 @@ class DataConfig(SourceConfig):
 
 
 _HELD_OUT_SHARE = 0.02
+_LEAST_SHARE = 1e-9  # of the part with the largest weight; a part with less would hardly come in any training
 _SPLIT_THEMSELVES = ("quickstart_tasks", "stdlib_code")
