@@ -312,6 +312,14 @@ def part(**fields):
         (lambda: DataConfig(source="chat", path="x", subset="m"), "data.subset is set, but data.source=chat"),
         (lambda: DataConfig(held_out_share=0.1), "data.held_out_share is set, but quickstart_tasks holds out a fixed share"),
         (lambda: DataConfig(held_out_share=1.0), "data.held_out_share=1.0 must be at least 0 and below 1"),
+        (
+            lambda: DataConfig(source="tokens", path="x", document_end_id=-1),
+            "data.document_end_id=-1 is none of the tokenizer's tokens, 0 to 2",
+        ),
+        (
+            lambda: DataConfig(source="mixture", mixture=(part(), part(source="tokens", document_end_id=320))),
+            "data.mixture[1].document_end_id=320 is none of the tokenizer's tokens, 0 to 2",
+        ),
         (lambda: DataConfig(num_groups=0), "data.num_groups=0 must be at least 1"),
         (lambda: DataConfig(num_workers=-1), "data.num_workers=-1 must be at least 0"),
     ],

@@ -50,12 +50,14 @@ class Documents:
     `num_groups`, and every group mixes the parts on its own, so its rows have the shares of the mixture too.
 
     Raises:
-        UserError: a source cannot be opened; on access, a bad record under `on_bad_record="error"`.
+        UserError: a source cannot be opened, a `document_end_id` is no token; on access, a bad record under
+            `on_bad_record="error"`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(with_chat_template(tokenizer, config), config.end_token)
+        self._check_document_ends()
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
         self.names = [str(part.path or part.source) for part in config.parts]
@@ -65,6 +67,16 @@ class Documents:
     def _rows(self) -> int:
         """Of a table of the tokenizer's ids; counted where a source brings ids of its own."""
         return vocabulary_rows(self._tokenizer)
+
+    def _check_document_ends(self) -> None:
+        for number, part in enumerate(self._config.parts):
+            end = part.document_end_id
+            if end is not None and not 0 <= end < self._rows:
+                name = f"data.mixture[{number}]" if self._config.source == "mixture" else "data"
+                raise UserError(
+                    f"{name}.document_end_id={end} is none of the tokenizer's tokens, 0 to {self._rows - 1}; name the one that "
+                    "ends a document there, or leave it out"
+                )
 
     def require_records(self, saved: Sequence[int]) -> None:
         """Raises a `UserError` where a source had another number of records in a run that is to go on: with another number all
