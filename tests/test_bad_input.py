@@ -216,6 +216,10 @@ PROMPTS = {
     "no model": Case("generate --model absent --prompt x", "absent: no such directory; python -m wedlm_jax.train --exp NAME"),
     "no prompts": Case(f"{GENERATE} --input absent.jsonl", "--input absent.jsonl: cannot be read .*; name a JSONL file"),
     "a line that is no JSON": Case(f"{GENERATE} --input prompts.jsonl", "prompts.jsonl:2: not JSON .*; write one", prompts("{")),
+    "a line that has a key twice": Case(
+        f"{GENERATE} --input prompts.jsonl", "prompts.jsonl:2: the key 'prompt' is there twice; take one out",
+        prompts('{"prompt": "a", "prompt": "b"}'),
+    ),
     "a line of another key": Case(
         f"{GENERATE} --input prompts.jsonl", "prompts.jsonl:2: unknown key 'text'; give one of", prompts('{"text": "a"}')
     ),

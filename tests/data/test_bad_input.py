@@ -47,6 +47,10 @@ def conversation(*messages):
 BAD_LINES = {
     "broken JSON": ('{"messages": [', "broken JSON (Expecting value, column 15)"),
     "a JSON array": ("[1,", "a JSON array is not JSONL, which has one object a line"),
+    "a key twice": ('{"messages": [], "messages": []}', "chat.jsonl:3: the key 'messages' is there twice; take one out"),
+    "a key twice in a message": (
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "chat.jsonl:3: the key 'content' is there twice",
+    ),
     "no object": ("3", "a JSON object is expected, with keys, and this is int"),
     "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt is there (there are: dialog); name"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gzip
 import json
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow
@@ -16,7 +17,7 @@ import pyarrow
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.records import BadRecord, Raw, Record
-from wedlm_jax.errors import UserError, reason
+from wedlm_jax.errors import UserError, reason, shown
 
 ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in ("", ".gz", ".zst"))
 _CHUNK = 1 << 24  # bytes of a file that are looked through at once
@@ -58,7 +59,9 @@ class JsonLines:
 
     def parse(self, index: int, raw: Raw) -> Record:
         try:
-            fields = json.loads(raw)
+            fields = json.loads(raw, object_pairs_hook=unrepeated)
+        except BadRecord:
+            raise
         except UnicodeDecodeError as error:
             raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
         except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
@@ -101,6 +104,19 @@ class JsonLines:
                     f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
                 ) from None
         return self._decompressed
+
+
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads(..., object_pairs_hook=unrepeated)`, which by itself keeps the last of two values.
+
+    Raises:
+        BadRecord: a key is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise BadRecord(f"the key {shown(key)} is there twice; take one out")
+    return found
 
 
 def _line_offsets(chunks: Iterator[bytes]) -> tuple[np.ndarray, np.ndarray]:

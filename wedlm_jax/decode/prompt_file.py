@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.data.json_lines import unrepeated
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
 from wedlm_jax.errors import UserError, reason
 
@@ -21,7 +23,8 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
     score (`evals/questions.py`), is not read.
 
     Raises:
-      UserError: naming file and line, for a line that is not UTF-8, not JSON, or not one prompt; or for an empty file.
+      UserError: naming file and line, for a line that is not UTF-8, not JSON, has a key twice or is not one prompt; or for an
+        empty file.
     """
     found = read_objects(path, flag)
     return [(name, prompt_in({k: v for k, v in record.items() if k != "answer"}, name)) for name, record in found]
@@ -45,7 +48,9 @@ def _parse_object(line: bytes, name: str) -> dict[str, Any]:
     if not line.strip():
         raise UserError(f"{name}: the line is empty; remove it or write a prompt")
     try:
-        record = json.loads(line.decode())
+        record = json.loads(line.decode(), object_pairs_hook=unrepeated)
+    except BadRecord as error:
+        raise UserError(f"{name}: {error}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name}: not UTF-8 (byte {error.start} of the line); save the file as UTF-8") from error
     except json.JSONDecodeError as error:
