@@ -112,6 +112,14 @@ CASES = {
         [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}on a mat{END}\n{USER}one red{END}\n{ASSISTANT}", 0),
          (f"bird{END}", 1)],
     ),
+    "an empty turn that is not learned": (
+        QWEN25_STYLE, messages("the cat", "", "one red", "bird"), "last",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}{END}\n{USER}one red{END}\n{ASSISTANT}", 0), (f"bird{END}", 1)],
+    ),
+    "an empty turn of no weight": (
+        QWEN25_STYLE, [TWO_TURNS[0], {"role": "assistant", "content": "", "weight": 0}, *TWO_TURNS[2:]], "all",
+        [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}{END}\n{USER}one red{END}\n{ASSISTANT}", 0), (f"bird{END}", 1)],
+    ),
     "a tool turn": (
         QWEN25_STYLE, [*messages("the cat"), tool_call("look"), *messages("tool:a mat", "on a mat")], "all",
         [(f"{DEFAULT_SYSTEM}{USER}the cat{END}\n{ASSISTANT}", 0), (f"\n<tool_call>\nlook\n</tool_call>{END}", 1),

@@ -42,7 +42,7 @@ def from_messages(
         variables: of the chat template, before its defaults.
 
     Raises:
-        BadRecord: the conversation does not end with a reply, a reply says nothing, a message holds a control token; the
+        BadRecord: the conversation does not end with a reply, a learned turn says nothing, a message holds a control token; the
             template reads no such variable or no tools, or leaves out a message of another role than user and assistant; or it
             changes an earlier turn when later ones follow (as templates do that take out its thinking), so that what is learned
             is not what was said.
@@ -53,13 +53,16 @@ def from_messages(
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRecord("the last message must be the assistant's; add its reply")
     beside = _beside(tokenizer, tools, variables)
-    _check(messages, tokenizer, beside)
+    _check_control_tokens(messages, tokenizer, beside)
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on_turns == "last":
         turns = turns[-1:]
     turns = [number for number in turns if messages[number].get("weight", 1)]
     if not turns:
         raise BadRecord("every turn that could be learned has weight 0; leave the record out")
+    for number in turns:
+        if not messages[number]["content"].strip() and not messages[number].get("tool_calls"):
+            raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
     whole = _render(tokenizer, messages, beside, generation_prompt=False)
     _check_written(whole, tokenizer, messages, beside, generation_prompt=False)
     tokens: list[int] = []
@@ -115,7 +118,7 @@ def prompt_of(
     if not before:
         raise BadRecord("nothing is before the reply, so there is no prompt")
     prompt = write_prompt(before, tokenizer, tools, variables)
-    _check(before, tokenizer, _beside(tokenizer, tools, variables))
+    _check_control_tokens(before, tokenizer, _beside(tokenizer, tools, variables))
     return encode_with_control_tokens(tokenizer, prompt)
 
 
@@ -152,14 +155,10 @@ def _beside(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | None, var
         raise BadRecord(str(error)) from None
 
 
-def _check(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, beside: Variables) -> None:
+def _check_control_tokens(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, beside: Variables) -> None:
     # A directory with a tokenizer.json alone has no special tokens by name.
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     control = [token for token in dict.fromkeys((*tokenizer.all_special_tokens, *added)) if token]
-    for number, message in enumerate(messages):
-        content = message["content"]
-        if message["role"] == "assistant" and not content.strip() and not message.get("tool_calls"):
-            raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
     for place, value in [
         *beside.items(),
         *((f"message {number}", message) for number, message in enumerate(messages)),
