@@ -192,7 +192,7 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
         (
             NO_CALLS,
             [{"role": "user", "content": "the"}, tool_call("look", ""), *messages("tool:one", "bird", "red", "mat")],
-            "message 1: the chat template leaves out some of this turn, such as its thinking or a call",
+            "message 1: the chat template leaves out the calls of this turn; use a template that writes them",
         ),
         (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
         (NO_END, TWO_TURNS, "message 1: the chat template does not end the assistant's turn with '<|im_end|>'"),
@@ -249,6 +249,21 @@ def test_a_message_whose_role_the_template_passes_over_is_refused():
         with pytest.raises(BadRecord, match="message 1: the chat template leaves out messages of the role 'developer'"):
             read(lost)
         read([{"role": "system", "content": "sing"}, *lost[:1], *lost[2:]])
+
+
+# Written either or: what a turn says besides its call, or the call.
+ONE_OF_TWO = NO_CALLS.replace("m.content }}", "(m.content or m.tool_calls | tojson) }}")
+
+
+@pytest.mark.parametrize("shown", ["", "look"])
+def test_calls_that_the_template_does_not_write_are_refused_where_they_are_not_learned_either(shown):
+    """In training and in a prompt; also where their names are in the text, as those of tools are."""
+    for said, lost, kept in (("", NO_CALLS, ONE_OF_TWO), ("so", ONE_OF_TWO, QWEN25_STYLE)):
+        called = [*messages("the"), tool_call("look", said), *messages("tool:one", "bird")]
+        for read in (lambda m, made: from_messages(m, made, num_end_tokens=1, loss_on_turns="last"), prompt_of):
+            with pytest.raises(BadRecord, match="message 1: the chat template leaves out the calls of this turn"):
+                read(called, of_style(shown + lost))
+            read(called, of_style(shown + kept))
 
 
 def test_a_message_that_the_template_writes_otherwise_is_kept():

@@ -43,9 +43,9 @@ def from_messages(
 
     Raises:
         BadRecord: the conversation does not end with a reply, a learned turn says nothing, a message holds a control token; the
-            template reads no such variable or no tools, or leaves out a message of another role than user and assistant; or it
-            changes an earlier turn when later ones follow (as templates do that take out its thinking), so that what is learned
-            is not what was said.
+            template reads no such variable or no tools, or leaves out calls, or a message of another role than user and
+            assistant; or it changes an earlier turn when later ones follow (as templates do that take out its thinking), so that
+            what is learned is not what was said.
         UserError: a tokenizer without template or end token.
     """
     _require_template(tokenizer)
@@ -85,8 +85,8 @@ def from_messages(
         reply = whole[len(prompt) : stop]
         if not _holds(reply, messages[number]):
             raise BadRecord(
-                f"message {number}: the chat template leaves out some of this turn, such as its thinking or a call, so it "
-                "would be learned without; take it out of the record, or data.loss_on_turns=last"
+                f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
+                "be learned without; take it out of the record, or data.loss_on_turns=last"
             )
         for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
             ids = encode_with_control_tokens(tokenizer, text)
@@ -131,7 +131,7 @@ def write_prompt(
     """A conversation as the chat template writes it, up to where the next reply begins.
 
     Raises:
-        BadRecord: the template refuses it, leaves a message out or reads no such variable or no tools.
+        BadRecord: the template refuses it, leaves a message or a call out, or reads no such variable or no tools.
         UserError: a tokenizer without template.
     """
     _require_template(tokenizer)
@@ -189,21 +189,28 @@ def _check_written(
     *,
     generation_prompt: bool,
 ) -> None:
-    """Raises a `BadRecord` where the template passes over a message because of its role, as Qwen's do with a developer's. A
-    text that is not in `written` is not enough: templates escape and shorten. The rest must come out the same without it."""
+    """Raises a `BadRecord` where the template passes over a message because of its role, as Qwen's do with a developer's, or over
+    the calls of a turn. A text that is not in `written` is not enough: templates escape and shorten. Nor is one that is: tools
+    beside the messages have the names of calls. All must come out the same without it."""
     for number, message in enumerate(messages):
-        if message["role"] in ("user", "assistant") or _holds(written, message):
+        less: list[Message] = []
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            less = [{key: value for key, value in message.items() if key != "tool_calls"}]
+            what = "the calls of this turn; use a template that writes them, or take them and what came of them out"
+        elif message["role"] in ("user", "assistant") or _holds(written, message):
             continue
-        others = [*messages[:number], *messages[number + 1 :]]
+        else:
+            what = (
+                f"messages of the role {message['role']!r}; give it a role that the template writes, such as system, or take "
+                "it out"
+            )
+        others = [*messages[:number], *less, *messages[number + 1 :]]
         try:
             passed_over = _render(tokenizer, others, beside, generation_prompt=generation_prompt) == written
         except BadRecord:  # the template needs it
             continue
         if passed_over:
-            raise BadRecord(
-                f"message {number}: the chat template leaves out messages of the role {message['role']!r}; give it a role that "
-                "the template writes, such as system, or take it out"
-            )
+            raise BadRecord(f"message {number}: the chat template leaves out {what}")
 
 
 def _holds(reply: str, message: Message) -> bool:
