@@ -53,6 +53,25 @@ def test_linked_folders_are_read_and_each_once(tmp_path):
     assert [str(file.relative_to(data)) for file in find_files(str(data), (".txt",))] == ["again/a.txt", "in/b.txt"]
 
 
+@pytest.mark.parametrize(
+    ("pattern", "endings", "expected"),
+    [
+        ("*", (".txt",), ["README.md", "sub/a.txt"]),
+        ("*", None, ["README.md", "sub/a.txt", "sub/b.JSON"]),
+        ("s*", (".json",), ["sub/b.JSON"]),
+        ("**", None, ["README.md", "sub/a.txt", "sub/b.JSON"]),
+        ("**/*.txt", None, ["sub/a.txt"]),
+    ],
+)
+def test_folders_that_a_pattern_names_are_read_and_no_file_twice(tmp_path, pattern, endings, expected):
+    (tmp_path / "sub").mkdir()
+    for name in ("README.md", "sub/a.txt", "sub/b.JSON", "sub/.hidden.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "too").symlink_to(tmp_path / "sub")
+    found = find_files(f"{tmp_path}/{pattern}", endings)
+    assert [str(file.relative_to(tmp_path)) for file in found] == expected
+
+
 def test_the_mark_of_utf_8_is_no_text(tmp_path):
     path = tmp_path / "windows.txt"
     path.write_text("the cat\n", encoding="utf-8-sig")

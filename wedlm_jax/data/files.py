@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from wedlm_jax.errors import UserError, reason
 
 
 def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
-    """A file, or the files in a folder and below it, or those that a pattern (`code/**/*.py`) names; sorted.
+    """A file, or the files in a folder and below it, or those and the folders' that a pattern (`code/**/*.py`) names; sorted.
 
     Args:
         path: `~` is the home directory.
-        endings: of a folder only files with one of these are taken; None takes all. Hidden files and folders are left out.
+        endings: of a folder only files with one of these, in letters of either case, are taken; None takes all. Hidden files
+            and folders are left out.
 
     Raises:
         UserError: there is no such file, nothing to take, or a folder cannot be read.
@@ -24,22 +26,31 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = sorted(
-            file for file in _below(place) if endings is None or any(file.name.endswith(ending) for ending in endings)
-        )
+        found = sorted(_below(place, endings))
         if not found:
             kind = f"file that ends in {', '.join(endings)}" if endings else "file"
             raise UserError(f"{path}: the folder holds no {kind}")
         return found
     if glob.has_magic(path):
-        found = sorted(Path(file) for file in glob.glob(str(place), recursive=True) if Path(file).is_file())
+        found = _fitting(str(place), endings)
         if not found:
             raise UserError(f"{path}: no file fits the pattern")
         return found
     raise UserError(f"{path}: no such file or folder; set data.path")
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _fitting(pattern: str, endings: tuple[str, ...] | None) -> list[Path]:
+    """A file that comes several times, by itself and in folders or by links to its folder, is taken the first time."""
+    real = functools.cache(os.path.realpath)
+    found: dict[tuple[str, str], Path] = {}
+    for place in sorted(map(Path, glob.glob(pattern, recursive=True))):
+        files = sorted(_below(place, endings)) if place.is_dir() else [place] if place.is_file() else []
+        for file in files:
+            found.setdefault((real(file.parent), file.name), file)
+    return sorted(found.values())
+
+
+def _below(folder: Path, endings: tuple[str, ...] | None) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise UserError(f"{error.filename}: the folder cannot be read ({reason(error)})")
 
@@ -50,4 +61,6 @@ def _below(folder: Path) -> Iterator[Path]:
             continue
         seen.add(place)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(parent) / name for name in names if not name.startswith("."))
+        for name in names:
+            if not name.startswith(".") and (endings is None or name.lower().endswith(endings)):
+                yield Path(parent) / name
