@@ -1,5 +1,7 @@
 """Files of plain text: short ones as they are, long ones in sections."""
 
+import gzip
+
 import pytest
 
 from tests.data.test_sources import epoch
@@ -70,6 +72,24 @@ def test_folders_that_a_pattern_names_are_read_and_no_file_twice(tmp_path, patte
     (tmp_path / "too").symlink_to(tmp_path / "sub")
     found = find_files(f"{tmp_path}/{pattern}", endings)
     assert [str(file.relative_to(tmp_path)) for file in found] == expected
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.json", "a.JSON.gz", "a.ndjson.GZ"])
+def test_jsonl_is_known_by_its_ending_in_letters_of_either_case_and_by_json(tmp_path, name):
+    """In a folder and by its name; beside it a text is one."""
+    lines = write_lines(tmp_path / "lines", [{"body": "the cat"}, {"body": "sat"}]).read_bytes()
+    (tmp_path / "lines").unlink()
+    (tmp_path / name).write_bytes(gzip.compress(lines) if name.lower().endswith(".gz") else lines)
+    expected = [("", f"{text}<|im_end|>") for text in ("sat", "the cat")]
+    assert epoch(config_of(tmp_path / name, "text", text_column="body")) == expected
+    (tmp_path / "b.txt").write_text("a mat")
+    assert epoch(config_of(tmp_path, "text", text_column="body")) == [("", "a mat<|im_end|>"), *expected]
+
+
+def test_a_column_of_files_that_have_none_is_told(tmp_path):
+    (tmp_path / "a.txt").write_text("a mat")
+    with pytest.raises(UserError, match=f"^{tmp_path}: no file is JSONL by its name, so data.text_column=body has no"):
+        open_path(config_of(tmp_path, "text", text_column="body"), 64)
 
 
 def test_the_mark_of_utf_8_is_no_text(tmp_path):

@@ -19,8 +19,15 @@ from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.records import BadRecord, Raw, Record
 from wedlm_jax.errors import UserError, reason, shown
 
-ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in ("", ".gz", ".zst"))
+_COMPRESSIONS = ("", ".gz", ".zst")
+ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in _COMPRESSIONS)
+_JSON = tuple(f".json{compression}" for compression in _COMPRESSIONS)
 _CHUNK = 1 << 24  # bytes of a file that are looked through at once
+
+
+def is_json_lines(path: Path) -> bool:
+    """Whether a file beside plain text is JSONL by its name; many corpora have it in files that end in .json."""
+    return path.name.lower().endswith((*ENDINGS, *_JSON))
 
 
 class JsonLines:
@@ -66,11 +73,17 @@ class JsonLines:
             raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
         except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
             what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else reason(error)
-            hint = "; a JSON array is not JSONL, which has one object a line" if raw[:1] == b"[" else ""
-            raise BadRecord(f"broken JSON ({what}){hint}") from None
+            raise BadRecord(f"broken JSON ({what}){self._hint(raw)}") from None
         if not isinstance(fields, dict):
             raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}")
         return read_record(fields, self._config)
+
+    def _hint(self, raw: Raw) -> str:
+        if raw[:1] == b"[":
+            return "; a JSON array is not JSONL, which has one object a line"
+        if self._path.name.lower().endswith(_JSON):
+            return "; a .json file is read as JSONL, one object a line: write it so, or leave it out of data.path"
+        return ""
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:
@@ -92,9 +105,10 @@ class JsonLines:
 
     def _data(self) -> bytes | None:
         """All of a compressed file; None for a plain one."""
-        if self._decompressed is None and self._path.suffix in (".gz", ".zst"):
+        compression = self._path.suffix.lower()
+        if self._decompressed is None and compression in (".gz", ".zst"):
             try:
-                if self._path.suffix == ".gz":
+                if compression == ".gz":
                     self._decompressed = gzip.decompress(self._path.read_bytes())
                 else:
                     with pyarrow.CompressedInputStream(pyarrow.OSFile(str(self._path)), "zstd") as file:
