@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from wedlm_jax.diffusion.dual_stream import DualStreamBatch
 
-RATIO_EPSILON = 1e-8  # keeps 1 / gamma finite, as in the official code; Eq. 10 has none
+RATIO_EPSILON = 1e-8  # that the official code adds to gamma, which is above 0 without it; Eq. 10 has none
 Normalization = Literal["weights", "tokens"]
 
 

@@ -36,13 +36,13 @@ def rounded(config: ModelConfig, params: dict[str, jax.Array]) -> tuple[ModelCon
 def in_int8(model: Model, mesh: Mesh | None = None) -> Model:
     """The model `rounded`, on the devices of `mesh`, or on the first one. What was measured of the model goes on to hold."""
     config, params = rounded(model.config, params_of(model.transformer))
-    on_host = {name: np.asarray(x) for name, x in params.items()}
+    fetched = {name: np.asarray(x) for name, x in params.items()}
     if mesh is None:
-        placed = {name: jnp.asarray(x) for name, x in on_host.items()}
+        placed = {name: jnp.asarray(x) for name, x in fetched.items()}
     else:
-        shapes = {name: x.shape for name, x in on_host.items()}
+        shapes = {name: x.shape for name, x in fetched.items()}
         shardings = param_shardings(mesh, param_axes(config), shapes)
-        placed = {name: jax.device_put(x, shardings[name]) for name, x in on_host.items()}
+        placed = {name: jax.device_put(x, shardings[name]) for name, x in fetched.items()}
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, placed))
 
 
