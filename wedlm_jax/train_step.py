@@ -86,11 +86,11 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
         count = jnp.sum(masked)
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
     if not with_ar:
-        del metrics["ar_loss"]
+        metrics.pop("ar_loss", None)  # of mask rows alone there is none
     if distils:  # another quantity than the cross-entropy of the data, and so under another name
         metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    pairs = pairs_of_masks(streams, settings.objective.block_size)
+    pairs = pairs_of_masks(streams, settings.objective.block_size) if settings.only_mask_rows else None
     rows = row_metrics(batch, settings, streams=2, loss_rows=loss_rows, of_masks=pairs)
     return update(state, gradients, metrics | rows, settings)
 
@@ -137,7 +137,7 @@ def mask_rows_alone(
         targets=objective.targets, temperature=objective.distill_temperature,
     )  # fmt: skip
     by_ratio = sums_by_ratio(jnp.concatenate([jnp.zeros_like(losses), losses], axis=1), streams)
-    return gradients, {"loss": loss, "mlm_loss": loss, "ar_loss": jnp.zeros(())} | by_ratio
+    return gradients, {"loss": loss, "mlm_loss": loss} | by_ratio
 
 
 def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
@@ -146,7 +146,7 @@ def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
     return {name: jnp.sum(jnp.where(masked, losses, 0.0)) for name, masked in masked_by_ratio(streams).items()}
 
 
-def masked_by_ratio(streams: DualStreamBatch) -> Metrics:
+def masked_by_ratio(streams: DualStreamBatch) -> dict[str, jax.Array]:
     """The masked rows of the prediction stream, bool [B, L], whose block has gamma in each quarter of (0, 1]."""
     masked = streams.masked[:, streams.segment_ids.shape[1] :]
     quarter = jnp.clip(jnp.ceil(4 * streams.mask_ratio).astype(jnp.int32) - 1, 0, 3)
@@ -269,14 +269,19 @@ def update(
 
 
 def row_metrics(
-    batch: PackedBatch, settings: StepSettings, *, streams: int, loss_rows: jax.Array, of_masks: tuple = (0.0, 0.0)
+    batch: PackedBatch,
+    settings: StepSettings,
+    *,
+    streams: int,
+    loss_rows: jax.Array,
+    of_masks: tuple[jax.Array, jax.Array] | None = None,
 ) -> Metrics:
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
       streams: how often each token runs through the layers. Each stream is one causal attention over its documents.
       loss_rows: rows whose logits a loss reads.
-      of_masks: as `pairs_of_masks`, of which an adapter of mask rows makes gradients.
+      of_masks: as `pairs_of_masks`, where an adapter of mask rows is trained, which makes gradients of these alone.
     """
     real = batch.segment_ids > 0
     tokens = jnp.sum(real)
@@ -286,7 +291,7 @@ def row_metrics(
         loss_rows=loss_rows.astype(jnp.float32),
         attention_pairs=streams * pairs,
     )
-    if settings.only_mask_rows:
+    if of_masks is not None:
         distils = settings.objective.targets == "distill"
         flops = mask_training_flops(settings.model, **counts, of_masks=of_masks, distils=distils)
     else:
