@@ -23,7 +23,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.sweep import Setting, settings_of
 from wedlm_jax.evals.tasks import Task
-from wedlm_jax.experiment import load_experiment
+from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
@@ -121,6 +121,7 @@ def test_an_adaptation_gets_one_table_saved_and_plotted(file, call):
     shown = call("--exp", f"{file}:adapted", "--workdir", folder)
     results = json.loads((folder / "evaluation" / "results.json").read_text())
     rows = results["rows"]
+    assert results["evaluation"] == Experiment.load(folder).to_dict()["evaluation"]
     assert [row["task"] for row in rows] == ["word_problems"] * 8 + ["counting"] * 8
     assert [row["label"] for row in rows[:8]] == [
         "AR, base", "AR, adapted", "block-wise, J=4", "streaming, tau=0.1", "streaming, tau=0.4", "streaming, tau=1",

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from wedlm_jax import train
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
+from wedlm_jax.results import write_json
 from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
 from wedlm_jax.workdir import checked_workdir
 
@@ -31,22 +33,29 @@ QUIET = Console(quiet=True)
 class Commands:
     """Stands for the child processes: notes every command, and evaluates to numbers that tell the runs apart."""
 
-    def __init__(self):
+    def __init__(self, **evaluation):
         self.lines: list[str] = []
+        self.evaluation = {"problems_per_task": 2, "entropy_thresholds": [0.4, math.inf], **evaluation}
+
+    @property
+    def evaluations(self) -> int:
+        return sum(line.startswith("wedlm_jax.evaluate") for line in self.lines)
 
     def __call__(self, arguments: list[str]) -> None:
         self.lines.append(" ".join(arguments))
-        if arguments[0] == "wedlm_jax.evaluate":
-            folder = Path(arguments[arguments.index("--workdir") + 1])
+        folder = Path(arguments[arguments.index("--workdir") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        if arguments[0] == "wedlm_jax.train":
+            (folder / "experiment.json").write_text(json.dumps({"evaluation": self.evaluation}))
+        else:
             accuracy = 0.5 if "block_size=4" in folder.name else 1.0
             rows = [
                 {"task": "sums", "label": "AR", "accuracy": accuracy, "accepted": [accuracy, accuracy / 2]},
                 {"task": "sums", "label": "x", "accuracy": 9},
             ]
-            (folder / "evaluation").mkdir(parents=True)
-            (folder / "evaluation" / "results.json").write_text(
-                json.dumps({"rows": rows, "loss": float(folder.parent.name)})
-            )
+            (folder / "evaluation").mkdir(exist_ok=True)
+            results = {"rows": rows, "loss": float(folder.parent.name), "evaluation": self.evaluation}
+            write_json(folder / "evaluation" / "results.json", results)
 
 
 def test_every_arm_is_trained_with_every_seed_from_its_own_stage_before(tmp_path):
@@ -118,7 +127,30 @@ def test_a_stopped_study_evaluates_only_what_is_missing(tmp_path):
         run_study(STUDY, tmp_path, Interrupted(), QUIET)
     again = Commands()
     run_study(STUDY, tmp_path, again, QUIET)
-    assert sum(line.startswith("wedlm_jax.evaluate") for line in again.lines) == 2, "two of four evaluations were there"
+    assert again.evaluations == 2, "two of four evaluations were there"
+
+
+def test_what_was_evaluated_with_other_settings_is_evaluated_again_and_said(tmp_path):
+    run_study(STUDY, tmp_path, Commands(), QUIET)
+    console, more = Console(file=io.StringIO(), width=200), Commands(problems_per_task=9)
+    run_study(STUDY, tmp_path, more, console)
+    assert more.evaluations == 4
+    assert console.file.getvalue().count("results.json: evaluated anew, as told now (problems_per_task: 2 -> 9)") == 4
+    same = Commands(problems_per_task=9)
+    run_study(STUDY, tmp_path, same, QUIET)
+    assert same.evaluations == 0
+
+
+def test_results_that_do_not_name_a_setting_are_kept(tmp_path):
+    """Those of earlier versions."""
+    run_study(STUDY, tmp_path, Commands(), QUIET)
+    unnamed = tmp_path / "3" / "base__adapted" / "evaluation" / "results.json"
+    results = json.loads(unnamed.read_text())
+    del results["evaluation"]
+    unnamed.write_text(json.dumps(results))
+    again = Commands(a_new_setting=1)
+    run_study(STUDY, tmp_path, again, QUIET)
+    assert again.evaluations == 0
 
 
 def test_an_evaluation_without_the_measured_number_is_named(tmp_path):
@@ -149,7 +181,7 @@ def test_a_study_that_cannot_be_saved_leaves_the_summary_before_it(tmp_path):
     run_study(STUDY, tmp_path, Commands(), QUIET)
     before = (tmp_path / "results.json").read_bytes()
     with pytest.raises(UserError, match=r"results.json: cannot be written \(file too large\)"), full_disk():
-        run_study(STUDY, tmp_path, Commands(), QUIET)
+        run_study(STUDY, tmp_path, lambda arguments: None, QUIET)  # all is there
     assert (tmp_path / "results.json").read_bytes() == before
 
 

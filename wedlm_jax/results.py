@@ -59,7 +59,7 @@ def write_json(path: Path, results: Any) -> None:
       UserError: it cannot be written.
     """
     with replacing(path) as partial:
-        text = json.dumps(_finite(results), indent=2, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(finite(results), indent=2, ensure_ascii=False, allow_nan=False)
         partial.write_text(text + "\n", encoding="utf-8")
 
 
@@ -73,11 +73,12 @@ def save_figure(path: Path, figure: Figure) -> None:
         figure.savefig(partial, metadata={"Software": None})
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Dicts, lists, numbers and text as `write_json` writes them."""
     if isinstance(value, dict):
-        return {key: _finite(of) for key, of in value.items()}
+        return {key: finite(of) for key, of in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(of) for of in value]
+        return [finite(of) for of in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

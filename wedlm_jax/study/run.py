@@ -1,4 +1,4 @@
-"""A study from its first training to its table and plot; what is there already is kept."""
+"""A study from its first training to its table and plot; what is there already is kept, but for results of another evaluation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
+from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError
-from wedlm_jax.results import save_figure, write_json
+from wedlm_jax.results import finite, save_figure, write_json
 from wedlm_jax.study.child_process import run_command
 from wedlm_jax.study.design import Stage, Study
 from wedlm_jax.study.report import as_table, plot
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
+EXPERIMENT = "experiment.json"  # there too, in which wedlm_jax.train, of a finished run too, notes what it is told now
 
 
 def run_study(
@@ -24,7 +26,8 @@ def run_study(
     run: Callable[[list[str]], None] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains and evaluates what is missing; prints a table; writes results.json and results.png.
+    """Trains what is missing, evaluates that and what was evaluated with other settings; prints a table; writes results.json and
+    results.png.
 
     Args:
       study: what to compare.
@@ -54,7 +57,11 @@ def run_study(
                     trained.add(folder)
                 before = folder
             source = folder / RESULTS
-            if not source.is_file():
+            missing = not source.is_file()
+            changed = [] if missing else _settings_changed(source, folder)
+            if changed:
+                console.print(f"{source}: evaluated anew, as told now ({'; '.join(changed)})", markup=False)
+            if missing or changed:
                 own = [text for text in stages[-1].overrides if text.startswith("evaluation.")]
                 out = ["--out", str(source.parent)] if own else []  # else they would go to a folder of their own
                 run(["wedlm_jax.evaluate", "--exp", stages[-1].experiment, "--workdir", str(folder), *out, *own])
@@ -71,6 +78,16 @@ def run_study(
     console.print(as_table(study, values))
     console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}", markup=False)
     return summary
+
+
+def _settings_changed(source: Path, workdir: Path) -> list[str]:
+    """The settings of evaluation that are others now than when the results in `source` were made, as "name: then -> now". Of a
+    setting that they do not name, since it came after them, or of none, nobody can say: what is there is kept."""
+    made = _read(source).get("evaluation")
+    if made is None:
+        return []
+    now = finite(_read(workdir / EXPERIMENT)["evaluation"])
+    return differences(made, {name: now.get(name) for name in made})
 
 
 def _read(source: Path) -> dict[str, Any]:
