@@ -1,11 +1,24 @@
 """Trees of fields: how they are read, and how two of them differ."""
 
+import dataclasses
+import functools
 import json
+import re
 from typing import Literal
 
 import pytest
 
+from tests.tiny_training import MODEL
 from wedlm_jax.config_tree import differences, read_value
+from wedlm_jax.errors import UserError
+from wedlm_jax.experiment import (
+    AdapterConfig,
+    EvaluationConfig,
+    ModelOverrides,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainConfig,
+)
 
 
 def test_differences_name_the_fields():
@@ -20,3 +33,26 @@ def test_differences_name_the_fields():
 )
 def test_none_is_none_unless_it_is_a_value_of_the_field(kind, expected):
     assert read_value(kind, "remat", "none") == expected
+
+
+@pytest.mark.parametrize(
+    ("section", "of", "name", "choices"),
+    [
+        ("model", functools.partial(dataclasses.replace, MODEL), "dtype", "float32 or bfloat16"),
+        ("model", functools.partial(dataclasses.replace, MODEL), "kernel_dtype", "int8 or None"),
+        ("model", functools.partial(dataclasses.replace, MODEL), "matmul_precision", "default, high or highest"),
+        ("model", ModelOverrides, "remat", "none, dots, attention, full or None"),
+        ("adapter", AdapterConfig, "rows", "mask or all"),
+        ("objective", ObjectiveConfig, "streams", "dual or single"),
+        ("objective", ObjectiveConfig, "in_block", "causal or bidirectional"),
+        ("objective", ObjectiveConfig, "normalization", "weights or tokens"),
+        ("objective", ObjectiveConfig, "targets", "data or distill"),
+        ("optimizer", OptimizerConfig, "schedule", "constant, cosine or linear"),
+        ("optimizer", OptimizerConfig, "decay_mask", "kernels or official"),
+        ("evaluation", EvaluationConfig, "match", "number, choice or text"),
+        ("train", TrainConfig, "best_metric", "validation_ar_loss, validation_mlm_loss or None"),
+    ],
+)
+def test_an_unknown_word_is_refused_in_a_config_made_in_python(section, of, name, choices):
+    with pytest.raises(UserError, match=re.escape(f"{section}.{name}='sinlge' is unknown; choose {choices}")):
+        of(**{name: "sinlge"})

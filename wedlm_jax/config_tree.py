@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 import typing
@@ -116,6 +117,28 @@ def unknown_field(name: str, known: Mapping[str, Any]) -> str:
     sections = [field for field in known if sections_of(known[field])]
     there = f"the sections are {', '.join(sections)}" if sections else f"the fields are {', '.join(known)}"
     return f"unknown field {name}; {there}"
+
+
+def check_choices(config: Any, section: str) -> None:
+    """Raises a `UserError` where a field of a dataclass that is one of several words holds another one, as it may where it was
+    made in Python and not read; `section` is what the message calls the dataclass."""
+    for name, choices in _choices(config.__class__).items():
+        if (value := getattr(config, name)) not in choices:
+            *others, last = map(str, choices)
+            listed = f"{', '.join(others)} or {last}" if others else last
+            raise UserError(f"{section}.{name}={value!r} is unknown; choose {listed}")
+
+
+@functools.cache
+def _choices(cls: type) -> dict[str, tuple[Any, ...]]:
+    """The fields that hold one of several words, and None where they may."""
+    found = {}
+    for name, annotation in typing.get_type_hints(cls).items():
+        words = [option for option in _options(annotation) if option is not type(None)]
+        if all(typing.get_origin(option) is typing.Literal for option in words):
+            none = (None,) if type(None) in _options(annotation) else ()
+            found[name] = (*(word for option in words for word in typing.get_args(option)), *none)
+    return found
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequence[str] = ()) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from jax.sharding import Mesh
 
 from wedlm_jax.config_tree import (
+    check_choices,
     fields_of,
     from_json,
     inner_section,
@@ -96,6 +97,7 @@ class TrainConfig:
     wandb: str | None = None  # project of Weights & Biases that the metrics are sent to as well
 
     def __post_init__(self) -> None:
+        check_choices(self, "train")
         for name in ("seed", "eval_every", "eval_samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"train.{name}={getattr(self, name)} must be at least 0")

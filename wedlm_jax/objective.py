@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.diffusion.losses import Normalization
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
@@ -34,6 +35,7 @@ class ObjectiveConfig:
     distill_temperature: float = 1.0  # that both distributions are divided by
 
     def __post_init__(self) -> None:
+        check_choices(self, "objective")
         if self.block_size < 1:
             raise UserError(f"objective.block_size={self.block_size} must be at least 1")
         for name in ("ar_loss_weight", "ar_steps", "fully_masked", "suffix_masked"):

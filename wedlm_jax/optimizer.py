@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.errors import UserError
 
 
@@ -32,6 +33,7 @@ class OptimizerConfig:
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
+        check_choices(self, "optimizer")
         for name in ("learning_rate", "eps"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise UserError(f"optimizer.{name}={getattr(self, name)} must be above 0 and finite")

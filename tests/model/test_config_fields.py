@@ -207,7 +207,7 @@ NAN, INF = float("nan"), float("inf")
         *(({"rope_theta": x}, f"model.rope_theta={x} must be above 0 and finite") for x in (NAN, INF, 0.0, -1.0)),
         *(({"rms_norm_eps": x}, f"model.rms_norm_eps={x} must be 0 or more and finite") for x in (NAN, INF, -1.0)),
         ({"head_dim": 5}, "head_dim=5 is odd"),
-        ({"attention": "flash"}, "model.attention='flash' is unknown; choose one of auto, xla, splash, tokamax"),
+        ({"attention": "flash"}, "model.attention='flash' is unknown; choose auto, xla, splash or tokamax"),
         ({"remat": "half"}, "model.remat='half' is unknown; choose none, dots, attention or full"),
         ({"mlp_tile": 0}, "model.mlp_tile=0 is no number of tokens; give 1 or more, or none for all at once"),
         (

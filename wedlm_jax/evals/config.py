@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.scoring import Match
@@ -39,6 +40,7 @@ class EvaluationConfig:
     seed: int = 0  # which held-out problems
 
     def __post_init__(self) -> None:
+        check_choices(self, "evaluation")
         for name in self.tasks:
             task(name)
         for name in ("problems_per_task", "text_prompt_characters", "batch_size"):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.errors import UserError
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -39,6 +40,7 @@ class AdapterConfig:
     rows: Rows = "mask"
 
     def __post_init__(self) -> None:
+        check_choices(self, "adapter")
         if isinstance(self.rank, bool) or not isinstance(self.rank, int):
             raise UserError(f"adapter.rank={self.rank!r} must be a whole number")
         if isinstance(self.alpha, bool) or not isinstance(self.alpha, int | float):
@@ -53,8 +55,6 @@ class AdapterConfig:
             raise UserError(f"adapter.targets: {unknown[0]} is unknown; choose of {', '.join(TARGETS)}")
         if not self.targets or len(set(self.targets)) != len(self.targets):
             raise UserError("adapter.targets must name at least one projection, and each of them once")
-        if self.rows not in get_args(Rows):
-            raise UserError(f"adapter.rows={self.rows!r} is unknown; choose {' or '.join(get_args(Rows))}")
 
     @property
     def scale(self) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 import pydantic
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.ops.attention import Implementation
@@ -57,6 +58,7 @@ class ModelConfig:
     adapter: AdapterConfig | None = None  # trained beside these parameters, which stay as they are
 
     def __post_init__(self) -> None:
+        check_choices(self, "model")
         for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
             "max_position_embeddings",
@@ -67,18 +69,9 @@ class ModelConfig:
             raise UserError(f"model.rope_theta={self.rope_theta} must be above 0 and finite")
         if not 0 <= self.rms_norm_eps < float("inf"):
             raise UserError(f"model.rms_norm_eps={self.rms_norm_eps} must be 0 or more and finite")
-        if self.remat not in ("none", "dots", "attention", "full"):
-            raise UserError(f"model.remat={self.remat!r} is unknown; choose none, dots, attention or full")
         if self.mlp_tile is not None and self.mlp_tile < 1:
             raise UserError(
                 f"model.mlp_tile={self.mlp_tile} is no number of tokens; give 1 or more, or none for all at once"
-            )
-        if self.attention not in get_args(Implementation):
-            choices = ", ".join(get_args(Implementation))
-            raise UserError(f"model.attention={self.attention!r} is unknown; choose one of {choices}")
-        if self.position_embedding_type not in ("rope", "learned_absolute"):
-            raise UserError(
-                f"model.position_embedding_type={self.position_embedding_type!r} is unknown; choose rope or learned_absolute"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
@@ -102,6 +95,9 @@ class ModelOverrides:
     mlp_tile: int | None = None
     attention: Implementation | None = None
     adapter: AdapterConfig | None = None  # to train beside it; all of its own parameters then stay as they are
+
+    def __post_init__(self) -> None:
+        check_choices(self, "model")
 
     def over(self, config: ModelConfig, dtype: DType) -> ModelConfig:
         """`config` with all that is set here, computed in `dtype` where none is."""
