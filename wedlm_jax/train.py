@@ -35,9 +35,11 @@ from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
+    DIGESTS,
     await_prepared,
     base_of,
     checked_workdir,
+    digests_of,
     is_begun,
     load_initial,
     note_experiment,
@@ -46,6 +48,7 @@ from wedlm_jax.workdir import (
     progress_of,
     refuse_another_experiment,
     refuse_long_rows,
+    refuse_other_data,
     shape_of,
     tokenizer_of,
 )
@@ -156,6 +159,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         process_index=shares[jax.process_index()], process_count=len(set(shares.values())),
     )  # fmt: skip
     require_same_data(stream)
+    digests = digests_of(experiment.data, stream)
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:
@@ -185,6 +189,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             start, state, data_state = restored
             if start < config.steps:
                 stream.set_state(data_state)
+            refuse_other_data(experiment, workdir, digests, data_state.get(DIGESTS))
             if is_main():
                 note_experiment(experiment, workdir)
             origin = f"resumed at step {start}"
@@ -235,7 +240,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         numbers = report.step(*waiting)
                         stop_if_not_finite(numbers, config)
                         kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"]}
-                    checkpoints.save(state, step - 1, place_in_data(stream, shares), kept_by)
+                    checkpoints.save(state, step - 1, place_in_data(stream, shares, digests), kept_by)
                     checkpoints.wait()
                     raise UserError(f"{error}; step {step - 1} of {config.steps} is saved in {workdir}") from error
                 last = step == config.steps
@@ -273,7 +278,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                     report.validation(step, measured, samples)
                 kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], **measured}
                 if save:
-                    checkpoints.save(state, step, place_in_data(stream, shares), kept_by)
+                    checkpoints.save(state, step, place_in_data(stream, shares, digests), kept_by)
                     saved = step
                 if told_to_end and not last:
                     checkpoints.wait()
@@ -287,10 +292,10 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     return True
 
 
-def place_in_data(stream: PackedBatches, shares: dict[int, int]) -> dict[str, list[int]]:
-    """The iterators' states of all groups, in their order, and the number of records of each source."""
+def place_in_data(stream: PackedBatches, shares: dict[int, int], digests: list[str]) -> dict[str, list[Any]]:
+    """The iterators' states of all groups, in their order, the number of records of each source, and the digests of some."""
     places = {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
-    return {**places, RECORDS: stream.records}
+    return {**places, RECORDS: stream.records, DIGESTS: digests}
 
 
 def skipped_records(stream: PackedBatches, experiment: Experiment, shares: dict[int, int]) -> dict[str, int]:

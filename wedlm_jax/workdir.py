@@ -7,8 +7,10 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -16,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import with_chat_template, with_end_token
-from wedlm_jax.data.pipeline import make_tokenizer
+from wedlm_jax.data.pipeline import PackedBatches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.distributed import is_main, of_main
 from wedlm_jax.errors import UserError, writing
@@ -40,6 +43,7 @@ from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
 
 TOKENIZER_FOLDER = "tokenizer"
+DIGESTS = "digests"  # in a checkpoint, beside the place in the data: as `digests_of` gives them
 _START = ".start"  # a number of process 0, another at every start: who reads it has the same folder
 _STALE_SECONDS = 60.0  # for which NFS may tell that a file is not there that another machine has written
 _MEND = "make room or choose another --workdir"
@@ -115,13 +119,65 @@ def _checkpoint(step: int) -> str:
 
 
 def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
-    """Raises a `UserError` that names the fields in which the run in `workdir` differs."""
+    """Raises a `UserError` that names the fields in which the run in `workdir` differs; where its data lie is for
+    `refuse_other_data`."""
     saved = Experiment.load(workdir)
-    if changed := differences(saved.to_dict(), experiment.to_dict(), FREE_TO_CHANGE):
+    if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
         raise UserError(
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
             f"choose another --workdir, or remove {workdir} to start again"
         )
+
+
+def _with_places(experiment: Experiment) -> dict[str, Any]:
+    """As a tree, in which it does not matter how the path of the tokenizer is written, nor where the data that are read again
+    lie. Of self-generated text the prompts are not read again, so where they lie says which they are."""
+    tree = experiment.to_dict()
+    for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
+        part["path"] = _place(part["path"])
+    if experiment.data.self_generated is None:
+        for part in (tree["data"], *tree["data"]["mixture"]):
+            del part["path"]
+    return tree
+
+
+def _place(path: str | None) -> str | None:
+    """One spelling of the paths of a file; a name on a hub stays one, too."""
+    return None if path is None else os.path.abspath(os.path.expanduser(path))
+
+
+def digests_of(data: DataConfig, stream: PackedBatches) -> list[str]:
+    """By which a run tells whether it goes on with its data: of each source a hash of its first, middle and last record. None of
+    self-generated text, which is held to what was written."""
+    return [digest for _, _, digest in stream.fingerprints()] if data.self_generated is None else []
+
+
+def refuse_other_data(experiment: Experiment, workdir: Path, digests: list[str], saved: list[str] | None) -> None:
+    """Of data in the place where the run in `workdir` had them, others are told in a line, as a bad record may have been mended.
+
+    Args:
+      digests: as `digests_of` gives them.
+      saved: those of the checkpoint; None in one of an earlier version.
+
+    Raises:
+      UserError: they lie in another place and are others, or nobody can say.
+    """
+    before, now = Experiment.load(workdir).data.parts, experiment.data.parts
+    for number, digest in enumerate(digests):
+        if saved is not None and saved[number] == digest:
+            continue
+        path, other = before[number].path, now[number].path
+        if _place(path) != _place(other):
+            raise UserError(
+                f"{workdir} holds a run of other data (data.path: {path} -> {other}); choose another --workdir, or name the "
+                "same data"
+            )
+        if saved is not None and is_main():
+            print(
+                f"warning: {other or now[number].source}: the first, middle or last record is another than when the checkpoint "
+                "was saved; the run goes on with what is there now",
+                file=sys.stderr,
+            )
 
 
 def note_experiment(experiment: Experiment, workdir: Path) -> None:
