@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, overload
 
 import chex
@@ -13,7 +12,7 @@ from flax import nnx
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.embedding import EMBEDDING_STDDEV, Embedding
 from wedlm_jax.model.kv_cache import Cache, KVCache
-from wedlm_jax.model.layers import AdaptedRows, Layer, Linear, RMSNorm
+from wedlm_jax.model.layers import AdaptedRows, Layer, RMSNorm
 from wedlm_jax.model.patterns import CachedWindow, Causal, Pattern, of_read, reading_all
 from wedlm_jax.model.rope import rope_angles
 from wedlm_jax.ops import attention
@@ -29,6 +28,16 @@ REMAT_POLICIES = {
     "attention": jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+
+class OutputLayer(nnx.Module):
+    """The output matrix [V, D] of a model that is not tied, as it is also beside kernels in int8: rounded, it would cost most and
+    gain least."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, V = config.hidden_size, config.vocab_size
+        kernel = nnx.initializers.normal(D**-0.5)(rngs.params(), (V, D), config.param_dtype)
+        self.kernel = nnx.Param(kernel, axes=("vocab", "embed"))
 
 
 class Transformer(nnx.Module):
@@ -48,15 +57,9 @@ class Transformer(nnx.Module):
 
         self.layers: Layer | nnx.List[Layer] = stack(rngs)
         self.final_norm = RMSNorm(config, config.hidden_size, "embed")
-        self.lm_head = None if config.tie_word_embeddings else self._output_layer(config, rngs)
+        self.lm_head = None if config.tie_word_embeddings else OutputLayer(config, rngs=rngs)
         self.embed_positions = self._position_table(config, rngs)
         self.mask_embedding = self._mask_embedding(config, rngs)
-
-    @staticmethod
-    def _output_layer(config: ModelConfig, rngs: nnx.Rngs) -> Linear:
-        D, V = config.hidden_size, config.vocab_size
-        config = dataclasses.replace(config, kernel_dtype=None)  # rounded, it would cost most and gain least
-        return Linear(config, "TD,VD->TV", (V, D), ("vocab", "embed"), stddev=D**-0.5, rngs=rngs)
 
     @staticmethod
     def _position_table(config: ModelConfig, rngs: nnx.Rngs) -> Embedding | None:
