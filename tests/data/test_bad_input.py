@@ -217,10 +217,6 @@ FILES = {
     "no gzip": ("a.jsonl.gz", "text", lambda path: path.write_text("{}"), "cannot be decompressed"),
     "truncated zstd": ("a.jsonl.zst", "text", zstd_cut, "cannot be decompressed, it is cut off or damaged"),
     "a text file that is not UTF-8": ("a.txt", "text", lambda path: path.write_bytes(b"ab\xff"), "a.txt: not UTF-8 (byte 2)"),
-    "JSON that is no JSONL": (
-        "a.json", "text", lambda path: path.write_text('{\n  "text": "the cat"\n}\n'),
-        "); a .json file is read as JSONL, one object a line: write it so, or leave it out of data.path",
-    ),
     "an empty text": ("a.txt", "text", lambda path: path.touch(), "a.txt: the text is empty"),
     "bad parquet": ("a.parquet", "parquet", lambda path: path.write_text("PAR1"), "cannot be read as parquet"),
     "no array": ("a.npy", "tokens", lambda path: path.write_text("hello"), "no array of tokens in .npy format"),

@@ -86,9 +86,15 @@ def test_jsonl_is_known_by_its_ending_in_letters_of_either_case_and_by_json(tmp_
     assert epoch(config_of(tmp_path, "text", text_column="body")) == [("", "a mat<|im_end|>"), *expected]
 
 
+@pytest.mark.parametrize("text", ['{\n  "text": "the cat"\n}', '{"name": "the cat"}', "[1]"])
+def test_json_that_is_no_jsonl_is_text_as_code_is(tmp_path, text):
+    (tmp_path / "package.json").write_text(text)
+    assert epoch(config_of(tmp_path, "text")) == [("", f"{text}<|im_end|>")]
+
+
 def test_a_column_of_files_that_have_none_is_told(tmp_path):
     (tmp_path / "a.txt").write_text("a mat")
-    with pytest.raises(UserError, match=f"^{tmp_path}: no file is JSONL by its name, so data.text_column=body has no"):
+    with pytest.raises(UserError, match=f"^{tmp_path}: no file is JSONL, so data.text_column=body has no"):
         open_path(config_of(tmp_path, "text", text_column="body"), 64)
 
 

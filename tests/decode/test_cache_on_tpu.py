@@ -162,7 +162,7 @@ def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatc
 
     def filled(weights, state, settings, rows, prompt, length, own, hidden):
         with on_mesh(mesh):
-            cache = programs.take_rows(state.cache, rows, slots=slots)
+            cache = programs.take_rows(state.cache, rows, length, slots=slots)
             arguments = (weights, state, settings, rows, cache, prompt, length, own, hidden)
             return programs.fill_rows(*arguments, holds_back=True, drafter="verified")
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
+from wedlm_jax.config_tree import check_choices
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, read_variables
 from wedlm_jax.errors import UserError
 
@@ -65,8 +66,9 @@ class SourceConfig:
         """What several fields say together; at use, so that the order of overrides does not matter.
 
         Raises:
-            UserError: a field is set that the source does not read, or one is missing.
+            UserError: a field is set that the source does not read, or one is missing, or an unknown word.
         """
+        check_choices(self, name)
         for field in dataclasses.fields(self):
             readers = _READ_BY.get(field.name)
             if readers and self.source not in readers and getattr(self, field.name) != field.default:

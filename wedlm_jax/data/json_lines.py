@@ -25,9 +25,11 @@ _JSON = tuple(f".json{compression}" for compression in _COMPRESSIONS)
 _CHUNK = 1 << 24  # bytes of a file that are looked through at once
 
 
-def is_json_lines(path: Path) -> bool:
-    """Whether a file beside plain text is JSONL by its name; many corpora have it in files that end in .json."""
-    return path.name.lower().endswith((*ENDINGS, *_JSON))
+def json_lines_beside_text(path: Path, config: SourceConfig) -> JsonLines | None:
+    """A file of a folder of texts, where it is JSONL: by its name, or, as many corpora have it, a .json whose first line is an
+    object with a text. Other JSON, such as a package.json, is text as code is."""
+    lines, name = JsonLines(path, config), path.name.lower()
+    return lines if name.endswith(ENDINGS) or (name.endswith(_JSON) and lines.begins_with_text) else None
 
 
 class JsonLines:
@@ -64,6 +66,15 @@ class JsonLines:
             self._file = self._path.open("rb")
         return os.pread(self._file.fileno(), end - start, start).strip()
 
+    @property
+    def begins_with_text(self) -> bool:
+        """Whether the first line is an object that has the column of text; one that the config names may be missing."""
+        try:
+            fields = json.loads(self.fetch(0)) if len(self) else None
+        except (ValueError, RecursionError):
+            return False
+        return isinstance(fields, dict) and (self._config.text_column is not None or "text" in fields)
+
     def parse(self, index: int, raw: Raw) -> Record:
         try:
             fields = json.loads(raw, object_pairs_hook=unrepeated)
@@ -81,8 +92,6 @@ class JsonLines:
     def _hint(self, raw: Raw) -> str:
         if raw[:1] == b"[":
             return "; a JSON array is not JSONL, which has one object a line"
-        if self._path.name.lower().endswith(_JSON):
-            return "; a .json file is read as JSONL, one object a line: write it so, or leave it out of data.path"
         return ""
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:

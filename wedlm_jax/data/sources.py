@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.examples import end_token_id
 from wedlm_jax.data.files import find_files
-from wedlm_jax.data.json_lines import ENDINGS, JsonLines, is_json_lines
+from wedlm_jax.data.json_lines import ENDINGS, JsonLines, json_lines_beside_text
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
@@ -49,11 +49,12 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     if part.source in ("chat", "completions"):
         sources = [JsonLines(file, part) for file in find_files(path, ENDINGS)]
     elif part.source == "text":
-        sources = [JsonLines(file, part) if is_json_lines(file) else TextFile(file) for file in find_files(path)]
+        found = [(file, json_lines_beside_text(file, part)) for file in find_files(path)]
+        sources = [TextFile(file) if lines is None else lines for file, lines in found]
         if part.text_column is not None and not any(isinstance(source, JsonLines) for source in sources):
             raise UserError(
-                f"{path}: no file is JSONL by its name, so data.text_column={part.text_column} has no effect; remove it, or "
-                "let the names end in .jsonl"
+                f"{path}: no file is JSONL, so data.text_column={part.text_column} has no effect; remove it, or let names end in "
+                ".jsonl"
             )
         if not any(map(len, sources)):
             raise UserError(f"{path}: the text is empty")
