@@ -174,11 +174,12 @@ def test_the_highest_temperatures_draw_from_all_that_may_be_drawn():
     assert [set(row) for row in np.asarray(drawn(logits, rows))] == [{1, 3, 4, 5, 6, 7}] * 3
 
 
-def test_rows_of_a_vocabulary_that_are_no_tokens_are_never_chosen():
+def test_rows_of_a_vocabulary_that_are_no_tokens_are_chosen_only_where_the_mask_id_may_be():
     configs = [DecodeConfig(temperature=t, stop_ids=(), mask_token_id=0) for t in (0.0, 1.0)]
-    rows = RowSettings.from_configs(configs, range(2), ON_CPU, num_tokens=6)
-    greedy, at_1 = np.asarray(drawn(np.array([0, 1, 1, 2, 0, 0, 9, 9], np.float32), rows))
-    assert set(greedy) == {3} and set(at_1) == {1, 2, 3, 4, 5}
+    configs.append(dataclasses.replace(configs[0], ban_mask=False))
+    rows = RowSettings.from_configs(configs, range(3), ON_CPU, num_tokens=6)
+    greedy, at_1, free = np.asarray(drawn(np.array([0, 1, 1, 2, 0, 0, 9, 9], np.float32), rows))
+    assert set(greedy) == {3} and set(at_1) == {1, 2, 3, 4, 5} and set(free) == {6}
 
 
 def test_rules_for_slots_that_are_filled_together():

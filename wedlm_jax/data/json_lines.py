@@ -84,15 +84,11 @@ class JsonLines:
             raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
         except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
             what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else reason(error)
-            raise BadRecord(f"broken JSON ({what}){self._hint(raw)}") from None
+            hint = "; a JSON array is not JSONL, which has one object a line" if raw[:1] == b"[" else ""
+            raise BadRecord(f"broken JSON ({what}){hint}") from None
         if not isinstance(fields, dict):
             raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}")
         return read_record(fields, self._config)
-
-    def _hint(self, raw: Raw) -> str:
-        if raw[:1] == b"[":
-            return "; a JSON array is not JSONL, which has one object a line"
-        return ""
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:

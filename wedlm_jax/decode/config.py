@@ -60,7 +60,7 @@ class DecodeConfig:
     stop_ids: tuple[int, ...] | None = None  # None = the model's end-of-sequence ids; a tuple = exactly these
     stop: tuple[str, ...] = ()  # stop strings, dropped from the text
     mask_token_id: int | None = None  # None = the model's
-    ban_mask: bool = True  # never sample the mask id
+    ban_mask: bool = True  # never choose the mask id, nor ids of no token, whose rows pad the vocabulary
     seed: int = 0  # row k of a call draws from fold_in(key(seed), k)
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ class RowSettings:
     stop_ids: jax.Array  # int32 [B, n], padded with -1
     mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
     ban_mask: jax.Array  # bool [B]
-    num_tokens: jax.Array  # int32 [B]: ids from there on are no tokens, and never chosen
+    num_tokens: jax.Array  # int32 [B]; ids from there on are no tokens
     key: jax.Array  # PRNG keys [B]
     window_table: WindowTable = dataclasses.field(metadata={"static": True})  # of the model
     adapts: bool = dataclasses.field(metadata={"static": True})  # every row's window_size is "auto"; see auto_window.py
@@ -274,7 +274,7 @@ class RowSettings:
         Args:
           rows: the row numbers that seed the noise.
           window_table: of the model: which automatic windows are worth their cost, and which widths are compiled.
-          num_tokens: of the model: ids from there on are never chosen.
+          num_tokens: of the model: ids from there on are no tokens.
         """
         widest = window_table.widest(len(configs))
 

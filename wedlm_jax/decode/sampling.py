@@ -29,8 +29,8 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     """
     chex.assert_shape(positions, logits.shape[:2])
     vocabulary = jnp.arange(logits.shape[-1])
-    banned = settings.ban_mask[:, None] & (vocabulary[None, :] == settings.mask_token_id[:, None])
-    banned |= vocabulary[None, :] >= settings.num_tokens[:, None]
+    no_text = (vocabulary == settings.mask_token_id[:, None]) | (vocabulary >= settings.num_tokens[:, None])
+    banned = settings.ban_mask[:, None] & no_text
     logits = jnp.where(banned[:, None, :], -jnp.inf, logits)
     greedy = likeliest(logits)
     if not settings.draws:

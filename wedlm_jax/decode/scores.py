@@ -35,7 +35,8 @@ def score(model: Model, ids: Sequence[int], banned: int | None = None) -> Scores
 
     Args:
       ids: the text's token ids, at least one, all in the vocabulary.
-      banned: a token that is never the likeliest, the mask for instance.
+      banned: a token that is never the likeliest, as the mask, and with it none of the rows that pad the vocabulary. None: all
+        may be.
 
     Raises:
       UserError: it does not fit in memory.
@@ -50,7 +51,7 @@ def score(model: Model, ids: Sequence[int], banned: int | None = None) -> Scores
                 tokens,
                 np.int32(len(ids)),
                 np.int32(-1 if banned is None else banned),
-                np.int32(model.num_tokens),
+                np.int32(model.config.vocab_size if banned is None else model.num_tokens),
             )
         )
     except jax.errors.JaxRuntimeError as error:

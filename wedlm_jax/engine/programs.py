@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -96,7 +97,7 @@ def fill_rows(
     Args:
       state, settings: of all rows.
       rows: int [R], which ones.
-      cache: of these R rows alone, their prompts prefilled; it may have fewer slots, and zeros follow.
+      cache: of these R rows alone, their prompts prefilled; it may have fewer slots.
       prompt: int32 [R, context]; `prompt_length` int32 [R].
       own: settings of the R requests.
       hidden_BMD: of the masks that rode in their prefill, B = R.
@@ -113,14 +114,24 @@ def fill_rows(
             one = jax.lax.dynamic_index_in_dim(new, number)
             return jax.lax.dynamic_update_slice_in_dim(all_rows, one, rows[number], 0)
 
-        def whole(all_rows: jax.Array, new: jax.Array) -> jax.Array:  # [layers, B, K, S, H]
-            missing = all_rows.shape[3] - new.shape[3]
-            one = jax.lax.dynamic_slice_in_dim(new, number, 1, 1)
-            one = jnp.pad(one, ((0, 0), (0, 0), (0, 0), (0, missing), (0, 0)))
-            return jax.lax.dynamic_update_slice_in_dim(all_rows, one, rows[number], 1)
+        def cached(all_rows: jax.Array, new: jax.Array) -> jax.Array:  # [layers, B, K, S, H]
+            """The prompt alone, and zeros behind it as far as the request before has written."""
+            row, slots, S = rows[number], new.shape[3], all_rows.shape[3]
+            one = jax.lax.dynamic_slice_in_dim(new, number, 1, axis=1)
+            one = jnp.where(jnp.arange(slots)[:, None] < prompt_length[number], one, 0)
+            size = math.gcd(S, slots)  # of a block of zeros: none reaches over an end
+            zeros = jnp.zeros_like(one[:, :, :, :size])
+
+            def clear(block: jax.Array, all_rows: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_update_slice(all_rows, zeros, (0, row, 0, slots + block * size, 0))
+
+            written = others[0].length[row] + state.window.shape[1]
+            blocks = jnp.minimum(-(-(written - slots) // size), (S - slots) // size)
+            all_rows = jax.lax.dynamic_update_slice(all_rows, one, (0, row, 0, 0, 0))
+            return jax.lax.fori_loop(0, blocks, clear, all_rows)
 
         caches, others = held
-        caches = jax.tree.map(whole, caches, fresh.cache)
+        caches = jax.tree.map(cached, caches, fresh.cache)
         return caches, jax.tree.map(one_of, others, (without_cache(fresh), own))
 
     cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, (state.cache, (without_cache(state), settings)))

@@ -68,8 +68,8 @@ class Model:
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """One more than the largest id that decoding may choose. Behind the tokenizer's the rows of a vocabulary are padding;
-        without a tokenizer all are tokens."""
+        """One more than the largest id that is a token. Behind the tokenizer's the rows of a vocabulary are padding; without a
+        tokenizer all are tokens."""
         if self.tokenizer is None:
             return self.config.vocab_size
         return 1 + max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1)
