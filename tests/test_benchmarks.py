@@ -174,8 +174,8 @@ def test_the_check_of_gpu_kernels_runs_those_that_it_names(monkeypatch):
     """With plain operations in the place of kernels: that they are called as the library's are is not shown by this."""
     calls = []
 
-    def forward(q_TNH, k_SKH, v_SKH, start_T, end_T, *, causal):
-        calls.append(causal)
+    def forward(q_TNH, k_SKH, v_SKH, start_T, end_T):
+        calls.append("forward")
         keys_S = jnp.arange(len(k_SKH))
         visible_TS = (start_T[:, None] <= keys_S) & (keys_S < end_T[:, None])
         out, lse = attend(q_TNH[None], k_SKH[None], v_SKH[None], visible_TS[None])
@@ -204,9 +204,7 @@ def test_the_tiles_of_the_flash_kernels_are_timed_one_by_one_each_way(monkeypatc
 
     def kernels(**tiles):
         asked.append(tiles)
-        return flash_gpu.Kernels(
-            lambda q, *_, causal: (q, jnp.zeros(q.shape[1::-1])), lambda q, k, v, *_, causal: (q, k, v)
-        )
+        return flash_gpu.Kernels(lambda q, *_: (q, jnp.zeros(q.shape[1::-1])), lambda q, k, v, *_: (q, k, v))
 
     monkeypatch.setattr(flash_gpu, "sm90", kernels)
     monkeypatch.setattr(flash_gpu, "triton", kernels)
