@@ -221,7 +221,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
-    # By which a study tells whether it is to be evaluated anew.
+    # By this a study tells whether to evaluate anew.
     asked = {} if plan.experiment is None else {"evaluation": dataclasses.asdict(plan.config)}
     return {
         "name": plan.title, **asked, **ran(next(iter(plan.models.values())).config, plan.mesh),
