@@ -5,10 +5,10 @@
     python -m wedlm_jax.evaluate --exp quickstart
 
 Two CPU cores, 4 to 9 minutes. Expect, on held-out problems (n = 200, seed 0): AR 98 % on word problems, as the base, and
-100 % on counting; verified decoding equal to AR token for token, at 5.2 tokens per forward on word problems, 10.0 on
-counting and 3.5 on copying. Streaming at tau 0.4 is less exact: 63 and 78 % at 2.9 and 7.1 tokens per forward. The table is
-in docs/quickstart.md. A change in the order of float sums trains other weights: three training seeds, in
-benchmarks/RESULTS.md, show the spread.
+100 % on counting; verified decoding equal to AR token for token, at 6.5 tokens per forward on word problems, 10.1 on
+counting and 2.9 on copying. Streaming at tau 0.4 is less exact: 66 and 84 % at 3.9 and 7.2 tokens per forward. The table is
+in docs/quickstart.md. Another processor sums floats in another order and trains other weights (5.2, 10.0 and 3.5 tokens per
+forward on an AMD); three training seeds, in benchmarks/RESULTS.md, show the spread.
 """
 
 from wedlm_jax.experiment import (

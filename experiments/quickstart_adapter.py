@@ -5,8 +5,8 @@
     python -m wedlm_jax.evaluate --exp quickstart_adapter
 
 0.17M parameters, 9.4 % of the base; two CPU cores, under 4 minutes. Beside the bases of three training seeds verified decoding
-returned the base's own text on all of 1,800 held-out prompts, at 4.2 tokens per forward on word problems, 9.8 on counting and
-2.2 on copying (`python -m benchmarks.quickstart_seeds`, benchmarks/RESULTS.md).
+returned the base's own text on all of 1,800 held-out prompts, at 3.9 tokens per forward on word problems, 9.5 on counting and
+2.9 on copying (`python -m benchmarks.quickstart_seeds`, benchmarks/RESULTS.md).
 """
 
 import dataclasses
