@@ -61,6 +61,7 @@ def test_the_line_that_an_empty_file_asks_for_can_be_asked_and_scored(tmp_path):
         ({"prompt": "x", "answer": "1/2"}, "number", "the answer '1/2' has no number, or several"),
         ({"prompt": "x", "answer": "3"}, "choice", "the answer '3' names no letter A to J"),
         ({"prompt": "x", "answer": " "}, "text", "the answer ' ' is empty"),
+        ({"prompt": "x", "answer": "So\n1/2"}, "formula", "is empty or several lines; write a formula alone"),
         ({"question": "x", "answer": "3"}, "number", "unknown key 'question'; give one of prompt, messages"),
         ({"prompt_ids": [5], "answer": "3"}, "number", "prompt_ids are no text"),
         ({"prompt": "a " * 600, "answer": "3"}, "number", "exceed the model's context of 512"),

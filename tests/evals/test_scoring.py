@@ -2,7 +2,7 @@
 
 import pytest
 
-from wedlm_jax.evals.scoring import choice, number, only_number, whole
+from wedlm_jax.evals.scoring import choice, formula, number, one_form, only_formula, only_number, whole
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,63 @@ def test_a_choice_is_a_letter_that_is_named_or_begins_the_text_or_stands_alone_l
 def test_an_answer_to_score_by_holds_one_number_or_marks_it(text):
     assert only_number(text) is None and only_number(f"#### {text}") is None
     assert only_number(f"{text}\n#### 4") == only_number("4 eggs") == "4"
+
+
+@pytest.mark.parametrize(
+    ("written", "form"),
+    [
+        ((r"\dfrac12", r"\frac{1}{2}", "1/2", r"$\tfrac 12$", r"x = \frac1{2}", r"\frac{1}2."), "1/2"),
+        ((r"-\frac{3}{4}", "-3/4", "\N{MINUS SIGN}3/4"), "-3/4"),
+        ((r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}2)"), r"(3,\frac{\pi}{2})"),
+        ((r"\dfrac{\sqrt 3}{2}", r"\frac{\sqrt{3}}{2}"), r"\frac{\sqrt{3}}{2}"),
+        ((r"10\text{ cm}", r"10 \mbox{ inches}^2", r"10^\circ", r"10^{\circ}", r"10\%", r"\$10.00", "10"), "10"),
+        ((r"10,\!080", "10,080"), "10080"),
+        ((r"\text{Evelyn}", r"\textbf{Evelyn}", "Evelyn"), "Evelyn"),
+        ((r"x^{2} + 1 \leq 5", r"x^2+1\le5"), r"x^2+1\le5"),
+        ((r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",), r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        ((r"\{1, 2\}", r"\left\{1,2\right\}"), r"\{1,2\}"),
+        (("", " ", "$$"), None),
+    ],
+)
+def test_a_formula_is_written_in_one_form(written, form):
+    assert {one_form(latex) for latex in written} == {form}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"1\frac{1}{2}", r"\frac{11}{2}"),  # a mixed number
+        (r"\frac{1}{2}x", r"\frac{1}{2x}"),
+        ("2/4", "1/2"),
+        ("(1,2)", "[1,2]"),
+        ("12", "1,2"),
+        (r"x^{12}", "x^12"),
+        (r"\sqrt{12}", r"\sqrt12"),
+        ("x=1", "x=1,x=2"),
+    ],
+)
+def test_formulas_of_other_values_are_not_one(one, other):
+    assert one_form(one) != one_form(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"First \boxed{2}, no: $\boxed{\frac{1}{\sqrt{3}}}$. Done, with 5 to spare.", r"\frac{1}{\sqrt{3}}"),
+        (r"Final Answer: The final answer is $x=7$. I hope it is correct.", "7"),
+        (r"The answer is $3$, that is \fbox{4}", "4"),
+        (r"the answer is 5", None),
+        (r"cut at \boxed{3", None),
+        (r"\boxed{}", None),
+    ],
+)
+def test_a_formula_is_what_stands_in_the_last_box_or_is_told_in_dollars(text, found):
+    assert formula(text) == found
+
+
+def test_an_answer_to_score_by_is_a_formula_alone_or_holds_one():
+    assert only_formula(r"\frac12") == only_formula("Half of it.\n$\\boxed{1/2}$") == "1/2"
+    assert only_formula("Half of it:\n1/2") is None
 
 
 def test_a_whole_text_is_compared_without_white_space_around_it():

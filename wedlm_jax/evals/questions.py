@@ -23,6 +23,7 @@ from wedlm_jax.model.handle import Model
 _NO_ANSWER: dict[Match, str] = {
     "number": "has no number, or several; write #### before the one that counts, or take --match text",
     "choice": "names no letter A to J; write one, or take --match text",
+    "formula": "is empty or several lines; write a formula alone, or in \\boxed{...}",
     "text": "is empty; write one",
 }
 EVERY = sys.maxsize  # as a limit
@@ -39,7 +40,8 @@ MatchFlag = Annotated[
     Match,
     tyro.conf.arg(
         help="With --questions, what has to equal that of the answer: the number (behind ####, else the last one), the choice "
-        "(a letter A to J that is named, as in 'the answer is C', begins the text or stands alone last), or the whole text."
+        "(a letter A to J that is named, as in 'the answer is C', begins the text or stands alone last), the formula "
+        "(LaTeX in the last \\boxed{...}, else in dollars behind 'answer is'), or the whole text."
     ),
 ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Literal
 
-Match = Literal["number", "choice", "text"]
+Match = Literal["number", "choice", "formula", "text"]
 
 _NUMBER = re.compile(
     r"(?<![0-9.])(?P<minus>(?<!\w)-)?[$€£¥₹]?(?P<digits>(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
@@ -18,6 +18,30 @@ _LETTER = r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\
 _NAMED = re.compile(rf"\b(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*\"']*({_LETTER})")
 _FIRST = re.compile(rf"\s*[(\[*\"']*({_LETTER})")
 _ALONE = re.compile(r"\W*([a-jA-J])\W*")
+_MINUS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
+
+_BOX = re.compile(r"\\f?box(?:ed)?\s*(?=\{)")
+_TOLD = re.compile(r"\b(?i:answer)\s+is\s*:?\s*\$([^$]+)\$")
+_GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+_WORDS = r"\\(?:text|math)?(?:text|mbox|rm|bf|it)\{([^{}]*)\}"
+_PLAIN = r"\{([0-9a-zA-Z.]+)\}"
+# What `one_form` replaces, one after the other.
+_ONE_FORM = (
+    (r"\\(?:left|right|displaystyle)(?![a-zA-Z])", ""),
+    (r"\\([lgn]e)q(?![a-zA-Z])", r"\\\1"),
+    (r"\\[!,;:$%]|[$%~]", ""),
+    (r"(?<!\\)\\\s|\s", ""),
+    (r"[.,]+$", ""),
+    (r"\^\\circ|\^\{\\circ\}", ""),  # degrees
+    (rf"(?<=.){_WORDS}(?:\^\{{?[0-9]\}}?)?$", ""),  # a unit
+    (_WORDS, r"\1"),
+    (r"\\[dtc]frac", r"\\frac"),
+    (r"\\(frac|sqrt)([0-9a-zA-Z])", r"\\\1{\2}"),
+    (rf"(\\frac{_GROUP})([0-9a-zA-Z])", r"\1{\2}"),
+    (rf"(?<![\w}}.)])\\frac{_PLAIN}{_PLAIN}(?![\w{{(\\.])", r"\1/\2"),
+    (r"([\^_])\{([0-9a-zA-Z])\}", r"\1\2"),
+    (r"^[a-zA-Z]=(?=[^=]+$)", ""),  # x = 5
+)
 
 
 def number(text: str) -> str | None:
@@ -26,7 +50,7 @@ def number(text: str) -> str | None:
     It is written in one form, without signs of currencies, commas between thousands, exponents and zeros that change no value:
     `-$1,200.50` is -1200.5.
     """
-    text = re.sub("[\N{MINUS SIGN}\N{EN DASH}]", "-", text)
+    text = text.translate(_MINUS)
     found = _MARKED.search(text) or next(reversed(list(_NUMBER.finditer(text))), None)
     if found is None:
         return None
@@ -52,11 +76,49 @@ def choice(text: str) -> str | None:
     return next(reversed(re.findall(_LETTER, text)), None)
 
 
+def formula(text: str) -> str | None:
+    """What stands in the last `\\boxed{...}`, as MATH writes its answers; where there is none, between the dollars behind the
+    last "answer is". In one form (`one_form`)."""
+    boxes = [inside for box in _BOX.finditer(text) if (inside := _in_braces(text[box.end() :])) is not None]
+    told = boxes or _TOLD.findall(text)
+    return one_form(told[-1]) if told else None
+
+
+def only_formula(text: str) -> str | None:
+    """`formula` of an answer to score by, which may also be a formula alone, on one line."""
+    return formula(text) or (None if "\n" in text.strip() else one_form(text))
+
+
+def one_form(latex: str) -> str | None:
+    """A formula without what changes no value: white space, `\\left` and `\\right`, dollars, units, degrees, a variable before
+    `=`, braces round a single sign. A fraction of two numbers or letters is a/b, a number as `number` writes it; nothing is
+    computed, so 2/4 is not 1/2. None if nothing is left."""
+    latex = latex.translate(_MINUS)
+    for pattern, replacement in _ONE_FORM:
+        latex = re.sub(pattern, replacement, latex)
+    return number(latex) if _NUMBER.fullmatch(latex) else latex or None
+
+
+def _in_braces(text: str) -> str | None:
+    """What stands in the braces with which the text begins; None if they do not close."""
+    depth = 0
+    for end, sign in enumerate(text):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if depth == 0:
+            return text[1:end]
+    return None
+
+
 def whole(text: str) -> str | None:
     """All of it, without white space around it; None where nothing is left."""
     return text.strip() or None
 
 
 # What a completion says, and what an answer to score by has to say.
-ANSWER: Mapping[Match, Callable[[str], str | None]] = {"number": number, "choice": choice, "text": whole}
-EXPECTED: Mapping[Match, Callable[[str], str | None]] = {**ANSWER, "number": only_number}
+ANSWER: Mapping[Match, Callable[[str], str | None]] = {
+    "number": number,
+    "choice": choice,
+    "formula": formula,
+    "text": whole,
+}
+EXPECTED: Mapping[Match, Callable[[str], str | None]] = {**ANSWER, "number": only_number, "formula": only_formula}
