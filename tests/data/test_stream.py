@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -112,8 +113,9 @@ def test_any_number_of_processes_gives_the_same_global_batches(files, uninterrup
     assert np.concatenate([batch.tokens for batch in rows]).shape == (4, rows[0].tokens.shape[1])
 
 
-def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(files, uninterrupted):
-    """Two processes that read, each deaf to Ctrl-C from its first moment and soon in its own group; a state set in between."""
+def test_workers_change_nothing_and_no_signal_for_the_whole_job_ends_them(files, uninterrupted):
+    """Two processes that read, each deaf to Ctrl-C from its first moment and soon in its own group, told to end as Slurm tells
+    every process of a job; a state set in between. Where one is gone the other still ends."""
     iterator = stream(config(files, "text", num_groups=4, num_workers=2))
     expected = uninterrupted["text", 4]
     for place in (*range(5), *range(2, 4)):
@@ -125,9 +127,17 @@ def test_workers_change_nothing_and_no_ctrl_c_of_the_terminal_comes_to_them(file
             assert len(workers) == 2
             for pid in workers:
                 blocked = re.search(r"SigBlk:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
-                assert int(blocked, 16) & 1 << signal.SIGINT - 1
+                assert all(int(blocked, 16) & 1 << number - 1 for number in (signal.SIGINT, signal.SIGTERM))
+                subprocess.run(["kill", "-TERM", str(pid)], check=True)  # by another process than the one that reads
     deadline = time.monotonic() + 60  # one worker may have read all of it before the other was up
     while not all(os.getpgid(pid) == pid for pid in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(workers[0], signal.SIGKILL)
+    with pytest.raises(UserError, match="a worker process of the data died"):
+        while True:
+            next(iterator)
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

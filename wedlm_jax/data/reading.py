@@ -46,7 +46,7 @@ class Reader:
         try:
             for chunk_start in itertools.count(start, step * _CHUNK):
                 # One more before one is used, so that there is work for the workers meanwhile.
-                with _no_interrupts_for_children():
+                with _no_signals_for_children():
                     waiting.append(self._workers().submit(_read_chunk, chunk_start, step))
                 if len(waiting) <= self._ahead:
                     continue
@@ -75,15 +75,19 @@ class Reader:
         return self._pool
 
 
-# Ctrl-C goes to all processes of the terminal's group, and `timeout` ends a whole group: the training saves first, and needs its
-# workers for that. So they get a group of their own, and, since it takes them seconds to come so far, no Ctrl-C from the start.
+# Ctrl-C goes to all processes of the terminal's group, `timeout` ends a whole group, Slurm tells every process of a job to end:
+# the training saves first, and needs its workers for that. So they get a group of their own, and heed a SIGTERM of the training
+# alone; and, since it takes them seconds to come so far, no signal from the start.
+
+# To tell whose signal it is takes what macOS lacks; there a worker heeds everybody's SIGTERM.
+_HELD_BACK = {signal.SIGINT, signal.SIGTERM} if hasattr(signal, "sigwaitinfo") else {signal.SIGINT}
 
 
 @contextlib.contextmanager
-def _no_interrupts_for_children() -> Iterator[None]:
-    """A process that is started here has SIGINT blocked: `submit` starts workers."""
-    multiprocessing.resource_tracker.ensure_running()  # starting it ends with SIGINT unblocked
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _no_signals_for_children() -> Iterator[None]:
+    """A process that is started here has these signals blocked: `submit` starts workers."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it ends with SIGINT and SIGTERM unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
         yield
     finally:
@@ -98,6 +102,8 @@ def _start_worker(documents: Documents) -> None:
     os.setpgid(0, 0)
     _worker_documents = documents
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    if signal.SIGTERM in _HELD_BACK:
+        threading.Thread(target=_die_told_by_parent, daemon=True).start()
 
 
 def _die_with_parent() -> None:
@@ -105,6 +111,13 @@ def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
+    os._exit(1)
+
+
+def _die_told_by_parent() -> None:
+    """The pool ends its other workers where one has died."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
     os._exit(1)
 
 
