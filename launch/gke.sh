@@ -8,7 +8,7 @@
 # a container image in which `pip install 'wedlm_jax[tpu]'` was run. GKE sets the variables by which the workers find each
 # other; WEDLM_RESTARTS (10) is how often the workload is started again: after a signal, which xpk does by itself, and after our
 # own exit statuses 75 (told to end, or another process is gone) and 1. A worker that is told to end has WEDLM_GRACE_SECONDS (300)
-# for up to ten steps and a checkpoint.
+# for a step, or some seconds of them, and a checkpoint.
 set -euo pipefail
 
 run=()

@@ -1,5 +1,6 @@
 """A run that is told to end hears it once, and a second time ends as any process does."""
 
+import math
 import os
 import pty
 import signal
@@ -7,8 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from wedlm_jax import preemption
@@ -124,6 +128,26 @@ def test_a_run_that_is_told_to_end_saves_though_nobody_reads_it_any_more(tmp_pat
     run.stdout.close()
     run.stdin.close()
     assert (run.wait(60), (tmp_path / "saved").exists()) == ((0, True) if told else (1, False))
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.01, 10), (1.2, 4), (30.0, 1)])
+def test_several_processes_agree_every_few_seconds_or_steps_on_the_slowest_clock(seconds, steps, monkeypatch):
+    """So that a run whose steps are slow hears it in the time that a cluster leaves it."""
+    agreed, clock = [], [0.0]
+
+    def all_gather(own):
+        agreed.append(step)
+        return np.stack([own, [step == 60, seconds if len(agreed) > 2 else math.inf]])
+
+    monkeypatch.setattr(preemption, "all_gather", all_gather)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(preemption, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
+    termination = Termination()
+    for step in range(21, 61):
+        clock[0] += seconds / 2  # of this process
+        assert termination.asked(step) == (step == 60 and step in agreed)
+    assert agreed[:3] == [21, 22, 23]  # the first steps are compiled in their time
+    assert set(np.diff(agreed[2:])) == {steps}
 
 
 def test_in_another_thread_signals_are_left_alone():

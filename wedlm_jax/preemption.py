@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -10,13 +11,16 @@ from types import FrameType
 from typing import ClassVar
 
 import jax
+import numpy as np
 
-from wedlm_jax.distributed import any_process
+from wedlm_jax.distributed import all_gather
 from wedlm_jax.errors import forget_closed_output
 from wedlm_jax.lifeline import TRY_AGAIN
 
 EXIT_STATUS = TRY_AGAIN  # the same command goes on from the saved step
-STEPS_BETWEEN_AGREEMENTS = 10  # with several processes: to agree costs a wait for the devices
+# With several processes: to agree costs a wait for the devices, and a cluster gives a run that it ends as little as 30 seconds.
+STEPS_BETWEEN_AGREEMENTS = 10  # at most
+SECONDS_BETWEEN_AGREEMENTS = 5.0  # or one step
 ECHO_SECONDS = 1.0  # in which one that is told to end may hear it twice: as one of a group, and from what started it
 STARTED_BY = "WEDLM_JAX_STARTED_BY"  # in the environment of a training: the id of the study that it ends with
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -57,12 +61,23 @@ class Termination:
         self.signal: str | None = None  # the name of the first one that came to this process
         self._noted_at = 0.0
         self._before: dict[int, object] = {}
+        self._agreed = (0, -math.inf)  # after which step the processes did so last, and when
+        self._seconds = math.inf  # of a step before that
+        self._agree_at = 0  # the same step in all processes
 
     def asked(self, step: int) -> bool:
         """Whether the run is to end after this step: the same answer in all processes, which must all ask."""
-        if jax.process_count() > 1 and step % STEPS_BETWEEN_AGREEMENTS:
+        told = self.signal is not None
+        if jax.process_count() == 1:
+            return told
+        if step < self._agree_at:
             return False
-        return any_process(self.signal is not None)
+        # The seconds up to the agreement before this one: this one's are measured behind it, and differ between the processes.
+        one_is_told, seconds = all_gather(np.asarray([told, self._seconds], np.float32)).max(axis=0)
+        (before, since), now = self._agreed, time.monotonic()
+        self._seconds, self._agreed = (now - since) / (step - before), (step, now)
+        self._agree_at = step + int(np.clip(SECONDS_BETWEEN_AGREEMENTS / seconds, 1, STEPS_BETWEEN_AGREEMENTS))
+        return bool(one_is_told)
 
     def __enter__(self) -> Termination:
         if threading.current_thread() is threading.main_thread():
