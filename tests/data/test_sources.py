@@ -243,6 +243,8 @@ def test_parquet(tmp_path):
     table = pyarrow.Table.from_pylist([{"messages": record["messages"], "other": 1} for record in CHATS])
     pyarrow.parquet.write_table(table, tmp_path / "chat.parquet", row_group_size=2)
     assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)
+    pyarrow.parquet.write_table(table.slice(0, 0), tmp_path / "a_part_without_rows.parquet")
+    assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)
     pairs = pyarrow.Table.from_pylist([as_pair(record) for record in CHATS])
     pyarrow.parquet.write_table(pairs, tmp_path / "pairs.parquet")
     columns = {"prompt_column": "q", "completion_column": "a"}

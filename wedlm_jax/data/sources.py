@@ -56,14 +56,14 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
                 f"{path}: no file is JSONL, so data.text_column={part.text_column} has no effect; remove it, or let names end in "
                 ".jsonl"
             )
-        if not any(map(len, sources)):
-            raise UserError(f"{path}: the text is empty")
     elif part.source == "tokens":
         sources = [TokenArray(file, part, row_length) for file in find_files(path, (".npy",))]
     elif part.source == "parquet":
         sources = [ParquetTable(str(file), part) for file in find_files(path, (".parquet",))]
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
+    if not any(map(len, sources)):
+        raise UserError(f"{path}: {'the text is empty' if part.source == 'text' else 'has no rows'}")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 

@@ -47,8 +47,6 @@ class Table(abc.ABC):
     def _opened(self) -> Any:
         if self._rows is None:
             self._rows = self.open()
-            if not len(self._rows):
-                raise UserError(f"{self._path}: has no rows")
         return self._rows
 
     def _choose(self, names: list[str]) -> None:
@@ -66,7 +64,7 @@ def _stated(value: Any) -> Any:
 
 
 class ParquetTable(Table):
-    """One parquet file. The columns that are read are held in memory."""
+    """One parquet file; a part that Spark wrote may have no rows. The columns that are read are held in memory."""
 
     def open(self) -> Any:
         import pyarrow
