@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
+import threading
 
 import pytest
 from rich.console import Console
@@ -159,12 +163,11 @@ def test_an_answer_is_cut_to_what_the_context_leaves(piped):
 def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatch):
     keys = iter([KeyboardInterrupt, "hello ", "", EOFError])
 
-    class Typed(Console):
-        def input(self, *args, **kwargs):
-            key = next(keys)
-            if isinstance(key, str):
-                return key
-            raise key
+    def typed(prompt: str) -> str:
+        key = next(keys)
+        if isinstance(key, str):
+            return key
+        raise key
 
     class Terminal(io.StringIO):
         def isatty(self):
@@ -172,8 +175,33 @@ def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatc
 
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdin", Terminal())
-    assert list(command.spoken(Typed(file=stream, force_terminal=True))) == ["hello"]
+    monkeypatch.setattr("builtins.input", typed)
+    assert list(command.spoken(Console(file=stream, force_terminal=True))) == ["hello"]
     assert "/quit leaves" in stream.getvalue()
+
+
+def test_a_line_that_is_typed_may_be_long_and_is_edited():
+    """A terminal by itself keeps 4,095 bytes of a line and drops the rest, and takes arrow keys for text."""
+    pytest.importorskip("readline")
+    spoken = (
+        "from rich.console import Console; from wedlm_jax.chat.__main__ import spoken; "
+        "[print('said', len(line), line[-9:], flush=True) for line in spoken(Console(force_terminal=True))]"
+    )
+    terminal, its_side = pty.openpty()
+    ends = dict(stdin=its_side, stdout=its_side, stderr=its_side)
+    process = subprocess.Popen([sys.executable, "-c", spoken], env={**os.environ, "TERM": "xterm"}, **ends)
+    os.close(its_side)
+    keys = [b"\x04", b"abc\x1b[D\x1b[DX\r", b"x" * 6000 + b" end\r"]
+    shown = b""
+    with contextlib.suppress(OSError):  # how a terminal tells that the program has ended
+        while part := os.read(terminal, 4096):
+            shown += part
+            if shown.endswith(b"> "):
+                # It is echoed while it is typed, and that has to be read.
+                threading.Thread(target=os.write, args=(terminal, keys.pop())).start()
+    os.close(terminal)
+    assert process.wait() == 0
+    assert re.findall(rb"said (.*?)\r", shown) == [b"6004 xxxxx end", b"4 aXbc"]
 
 
 def test_ctrl_c_leaves_where_nobody_reads_that_quit_does(monkeypatch):

@@ -116,9 +116,14 @@ def answer(engine: Engine, prompt: list[int], config: DecodeConfig, screen: Scre
 def spoken(console: Console) -> Iterator[str]:
     """The user's lines, without empty ones."""
     asks = console.is_terminal and sys.stdin.isatty()
+    if asks:
+        # Makes `input` edit its line: the terminal itself would drop what is typed or pasted behind 4,095 bytes, and put arrow
+        # keys into the text. Not every Python has it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
     while True:
         try:
-            line = console.input("> ") if asks else sys.stdin.readline()
+            line = input("> ") if asks else sys.stdin.readline()
         except EOFError:
             return
         except KeyboardInterrupt:
