@@ -61,6 +61,27 @@ def test_it_serves_until_a_signal_ends_it(folder, number):
             process.kill()
 
 
+def test_it_answers_and_ends_well_where_nobody_reads_its_log(folder):
+    """As behind `| tee`, which Ctrl-C ends before it."""
+    started = [sys.executable, "-m", "wedlm_jax.serve", "--model", folder, "--port", "0", *FLAGS]
+    with subprocess.Popen(
+        started, stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+    ) as process:
+        try:
+            while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", process.stderr.readline())):
+                assert process.poll() is None
+            process.stderr.close()
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            for body, status in (({"prompt": ""}, 400), ({"prompt": "Tom", "max_tokens": 2}, 200)):
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                reply = connection.getresponse()
+                assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 # Once it serves, a step never ends.
 NEVER_ENDS = """
 import threading

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import sys
 import threading
 from typing import Annotated
 
@@ -25,7 +24,7 @@ from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.serve.http import Server
+from wedlm_jax.serve.http import Server, say
 from wedlm_jax.serve.service import Service
 
 SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
@@ -112,10 +111,6 @@ def key() -> str | None:
     if said is not None and not (said.isascii() and said.isprintable() and said.strip() == said != ""):
         raise UserError(f"{KEY}: must be printable ASCII without spaces around it; unset it to ask for no key")
     return said
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 @entry

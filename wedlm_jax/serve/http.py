@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -250,9 +251,7 @@ class Handler(BaseHTTPRequestHandler):
     def _note(self, line: str) -> None:
         """One line for each request that was answered or refused; what a terminal would obey is written out."""
         said = f"{self.client_address[0]} {self.command} {self.path.partition('?')[0]}: {line}"
-        harmless = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in said)
-        sys.stderr.write(f"{harmless}\n")  # at once: print would let another thread write before the end of the line
-        sys.stderr.flush()
+        say("".join(c if c.isprintable() else ascii(c)[1:-1] for c in said))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the library refuses, as what is no HTTP, in JSON too."""
@@ -261,6 +260,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *values: Any) -> None:
         """Nothing: the lines above say more."""
+
+
+def say(line: str) -> None:
+    """Logs a line, if anybody still reads the log: a terminal may be closed, and Ctrl-C ends the `tee` behind a server too."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{line}\n")  # at once: print would let another thread write before the end of the line
+        sys.stderr.flush()
 
 
 def _status_of(error: Exception) -> HTTPStatus:
