@@ -350,11 +350,23 @@ def test_the_log_obeys_nobody(server, capsys):
     assert "\x1b" not in (log := capsys.readouterr().err) and "/\\x1b[31mred: 404" in log
 
 
-def test_the_body_of_a_get_is_no_request(server):
+def test_a_place_that_takes_another_method_names_it(server):
+    for path in (COMPLETIONS, CHAT):
+        with contextlib.closing(connect(server)) as connection:
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            assert (reply.status, reply.headers["Allow"]) == (405, "POST")
+            assert json.loads(reply.read())["error"]["message"] == f"{path}: send what you ask as JSON, by POST"
+
+
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+def test_the_body_of_a_get_is_no_request(server, body):
     with socket.create_connection(server.server_address[:2]) as raw:
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello")
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + body)
         reply = b"".join(iter(lambda: raw.recv(4096), b""))
-    assert reply.count(b"HTTP/1.1 ") == 1 and b"200 OK" in reply
+    assert reply.count(b"HTTP/1.1 ") == reply.count(b"{") == 1 and b"200 OK" in reply
 
 
 def test_a_body_that_is_cut_short_is_no_request(server):

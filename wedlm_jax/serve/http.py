@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or a piece waits until the client has acknowledged the one before
 
     def do_GET(self) -> None:
-        if "Content-Length" in self.headers:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # or a body would be read as the next request
         service, path = self.server.service, self.path.partition("?")[0]
         if path == "/health":
@@ -99,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
             elif path.startswith(f"{MODELS}/"):
                 self._require_model(urllib.parse.unquote(path.removeprefix(f"{MODELS}/")))
                 self._reply(HTTPStatus.OK, about)
+            elif path in (COMPLETIONS, CHAT):
+                raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{path}: send what you ask as JSON, by POST")
             else:
                 raise Refused(HTTPStatus.NOT_FOUND, f"{path}: nothing is here; {MODELS}, {COMPLETIONS} and {CHAT} are")
         except Refused as error:
@@ -235,6 +237,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(encoded)))
         if status is HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "POST")
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
