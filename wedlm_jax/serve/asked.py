@@ -48,7 +48,7 @@ class Asked:
 
     prompts: list[Prompt]
     config: DecodeConfig
-    limited: bool  # whether the client says how many tokens; else an answer may be as long as there is room
+    limited: bool  # whether the client says how many tokens; else the default is cut to what there is room for
     n: int = 1
     stream: bool = False
     counts_usage: bool = False  # a stream ends with an event that counts tokens
