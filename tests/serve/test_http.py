@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 from wedlm_jax import generate
+from wedlm_jax.decode.scores import Scores
 from wedlm_jax.errors import UserError
+from wedlm_jax.serve import answer as answer_words
 from wedlm_jax.serve.http import Handler, Server
 
 from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, look, serving
@@ -141,6 +143,17 @@ def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(server):
         largest = [list(top.values()) for top in said["top_logprobs"][1:length]]
         np.testing.assert_allclose(largest, log_p[: length - 1].max(-1, keepdims=True), atol=1e-5)
         assert len(said["token_logprobs"]) == length + 1  # and the one that was generated
+
+
+def test_scores_of_a_prompt_that_are_nan_are_null(server, monkeypatch):
+    def nowhere(model, ids):
+        unknown = np.full(len(ids), np.nan, np.float32)
+        return Scores(unknown[1:], unknown, np.zeros(len(ids), np.int32), unknown, unknown)
+
+    monkeypatch.setattr(answer_words, "score", nowhere)
+    _, answer = ask(server, COMPLETIONS, {"prompt": [5, 9], "max_tokens": 1, "logprobs": 1, "echo": True})
+    said = answer["choices"][0]["logprobs"]
+    assert said["token_logprobs"][:2] == [None, None] and list(said["top_logprobs"][1].values()) == [None]
 
 
 def test_an_answer_that_nobody_limits_ends_where_the_context_does(server):

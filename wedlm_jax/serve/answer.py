@@ -12,6 +12,7 @@ from wedlm_jax.decode.stats import Completion
 from wedlm_jax.decode.text import Commit
 from wedlm_jax.engine import Ticket
 from wedlm_jax.model.handle import Model
+from wedlm_jax.results import finite
 from wedlm_jax.serve.asked import Asked
 
 Json = dict[str, Any]
@@ -91,7 +92,9 @@ class Answer:
         if self._asked.echo:
             text = self._name(ticket.request.prompt) + text
         said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-        log_probs = self._log_probs(completion, ticket.request.prompt, scores) if self._asked.log_probs else None
+        log_probs = None
+        if self._asked.log_probs:  # where activations are NaN, those of a prompt are too, and JSON has no NaN
+            log_probs = finite(self._log_probs(completion, ticket.request.prompt, scores))
         ids = {"token_ids": completion.ids} if self._asked.token_ids else {}
         return {"index": index, **said, "logprobs": log_probs, **_end(completion), **ids}
 
