@@ -68,6 +68,12 @@ def test_a_setting_fails_below_nine_tenths_of_ar():
     assert [p.row.label for p in failed([point("a", 0.9, 10), point("b", 0.89, 30)], 1.0)] == ["b"]
 
 
+def test_exactly_nine_tenths_of_ar_have_not_failed():
+    for n in (50, 100, 1000):
+        assert not [ar for ar in range(10, n + 1, 10) if failed([point("", 9 * ar // 10 / n, 1)], ar / n)]
+        assert all(failed([point("", (9 * ar // 10 - 1) / n, 1)], ar / n) for ar in range(10, n + 1, 10))
+
+
 def test_the_region_of_failure_is_named_by_window_threshold_and_penalty():
     accuracies = {  # by lambda: at tau 0.1, 0.4 and infinity
         0.0: (0.8, 0.7, 0.0), 0.02: (1.0, 0.8, 0.0), 0.5: (1.0, 0.8, 0.1), 1.0: (0.8, 1.0, 1.0), 10.0: (1.0, 1.0, 1.0),
