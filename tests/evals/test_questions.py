@@ -1,5 +1,6 @@
 """Questions of a file become problems in its order, scored by the chosen part of the answer; a bad line is named."""
 
+import codecs
 import json
 import re
 
@@ -28,6 +29,13 @@ def test_every_line_is_a_problem_scored_by_its_number(tmp_path):
     assert (
         task.score(problems[1], " it is 2.0") and not task.score(problems[1], " 3") and not task.score(problems[1], "")
     )
+
+
+def test_a_file_as_editors_of_windows_save_it_holds_the_same_questions(tmp_path):
+    path = write(tmp_path / "q.jsonl", *({"prompt": f"{i}?", "answer": f"{i}"} for i in range(2)))
+    plain = questions(tiny_model(), path, "number", 8).problems(EVERY, 0)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert questions(tiny_model(), path, "number", 8).problems(EVERY, 0) == plain
 
 
 def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):

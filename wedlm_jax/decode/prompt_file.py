@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def read_objects(path: Path, flag: str, example: str = '{"prompt": "Hello"}') ->
     """The objects of a JSONL file of prompts, one a line, each with its name `file:line`. Raises as `read_prompts`, with a line
     for example where the file is empty."""
     try:
-        content = path.read_bytes()
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # that editors of Windows begin a file with
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be read ({reason(error)}); name a JSONL file") from error
     lines = content.removesuffix(b"\n").split(b"\n") if content else []
