@@ -14,7 +14,11 @@ _NUMBER = re.compile(
 )
 _MARKED = re.compile(r"####[ \t]*" + _NUMBER.pattern)
 # A and I that begin or go on a sentence are words: "A train", "I think", but not "A because".
-_LETTER = r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
+# A small one counts in brackets, but not as the i of a list nor as an argument: (b), not (i) and f(b).
+_LETTER = (
+    r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
+    r"|(?<=[(\[])(?<!\w[(\[])[a-hj](?=[)\]])"
+)
 _NAMED = re.compile(rf"\b(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*\"']*({_LETTER})")
 _FIRST = re.compile(rf"\s*[(\[*\"']*({_LETTER})")
 _ALONE = re.compile(r"\W*([a-jA-J])\W*")
@@ -68,12 +72,12 @@ def only_number(text: str) -> str | None:
 
 def choice(text: str) -> str | None:
     """A letter A to J: the first that is named, as in "the answer is (C)" or "Option: C"; else one that the text begins with;
-    else the last one that stands alone. Where there is nothing but a letter, a small one too."""
+    else the last one that stands alone. A small one counts too in brackets, or where there is nothing else."""
     if (alone := _ALONE.fullmatch(text)) is not None:
         return alone[1].upper()
     if (found := _NAMED.search(text) or _FIRST.match(text)) is not None:
-        return found[1]
-    return next(reversed(re.findall(_LETTER, text)), None)
+        return found[1].upper()
+    return next((letter.upper() for letter in reversed(re.findall(_LETTER, text))), None)
 
 
 def formula(text: str) -> str | None:
