@@ -107,6 +107,14 @@ def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
     assert (tmp_path / "bench.json").read_bytes() == before
 
 
+def test_a_picture_of_earlier_speeds_goes_as_soon_as_there_are_others(tmp_path):
+    (tmp_path / "bench.png").write_text("of an earlier run")
+    command.save(
+        command.Bench("x", out=tmp_path), command.Found({}, {}, [], [speed("ar", 1, 1.0)], rates=Rates(1e9, 1e9))
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
+
+
 class Cells:
     """In place of `compare`, in main: a batch is an error to raise, or None for rows by AR and lookup."""
 

@@ -51,6 +51,8 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
         return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_blockwise)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "cacheability.png").write_text("of an earlier run")
     flags = ("--tasks", "counting", "copying", "--limit", "1", "--thresholds", "inf", "--fill-rules", "each", "--window-size",
              "4", "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])
@@ -58,6 +60,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
         command.main()
     tasks = json.loads((tmp_path / "out" / "cacheability.json").read_text())["tasks"]
     assert exit.value.code == 130 and list(tasks) == ["counting"]
+    assert not (tmp_path / "out" / "cacheability.png").exists()
     assert [p["settings"]["decoder"] for p in tasks["counting"]["points"]] == ["streaming"]
     assert "counting: streaming, each, tau=inf: 0% exact, " in capsys.readouterr().err
 

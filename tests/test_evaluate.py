@@ -436,3 +436,10 @@ def test_what_cannot_be_saved_leaves_the_results_before_it(tmp_path):
     with pytest.raises(UserError, match=r"results.json: cannot be written \(file too large\)"), full_disk():
         command.save(plan, [], {"rows": [1]}, Console(quiet=True))
     assert (tmp_path / "results.json").read_bytes() == before
+
+
+def test_results_without_answers_lie_beside_no_picture_of_earlier_answers(tmp_path):
+    (tmp_path / "results.png").write_text("of an earlier run")
+    plan = command.Plan("x", {}, [], [], EvaluationConfig(), None, tmp_path)
+    command.save(plan, [], {"rows": []}, Console(quiet=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

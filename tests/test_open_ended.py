@@ -93,11 +93,14 @@ def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeyp
         return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_streaming)
+    out.mkdir()
+    (out / "open_ended.png").write_text("of an earlier run")
     flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)
     monkeypatch.setattr(sys, "argv", ["open_ended", *map(str, flags)])
     with pytest.raises(SystemExit) as exit:
         command.main()
     results = json.loads((out / "open_ended.json").read_text())
+    assert not (out / "open_ended.png").exists()
     assert exit.value.code == 130 and [m["label"] for m in results["measures"]] == ["AR", "block-wise"]
     assert [set(text) for text in results["texts"]] == [{"prompt", "level", "AR", "block-wise"}] * 3
     assert "block-wise: AR perplexity" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from tests.bad_input import full_disk
 from wedlm_jax.errors import UserError
-from wedlm_jax.results import replacing, write_json
+from wedlm_jax.results import replacing, write_json, write_results
 
 
 def test_a_number_that_is_none_is_null(tmp_path):
@@ -24,6 +24,18 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     with pytest.raises(UserError, match=r"r.json: cannot be written \(file too large\); make room"), full_disk():
         write_json(tmp_path / "r.json", {"a": 1})
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "old\n")]
+
+
+def test_no_picture_of_the_results_before_lies_beside_new_ones(tmp_path):
+    for name in ("r.json", "r.png", "other.png"):
+        (tmp_path / name).write_text("old\n")
+    with pytest.raises(UserError, match="r.json: cannot be written"), full_disk():
+        write_results(tmp_path, "r", 1)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("r.json", "r.png", "other.png"), "old\n"
+    )
+    write_results(tmp_path, "r", 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "other.png"}
 
 
 def test_what_breaks_off_leaves_what_was_there(tmp_path):

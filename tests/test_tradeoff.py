@@ -50,6 +50,8 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
         return by_hand(model, prompts, config, first_row)
 
     monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_the_second)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tradeoff.png").write_text("of an earlier run")
     flags = ("--task", "counting", "--limit", "1", "--windows", "4", "--thresholds", "inf", "0.4", "--penalties", "0",
              "--max-new-tokens", "6", "--batch-size", "2", "--out", str(tmp_path / "out"))  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["tradeoff", "--model", str(model_dir), *flags])
@@ -57,6 +59,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
         command.main()
     results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
     assert exit.value.code == 130 and [p["settings"]["entropy_threshold"] for p in results["points"]] == ["inf"]
+    assert not (tmp_path / "out" / "tradeoff.png").exists()
     assert results["points"][0]["speedup_over_ar"] > 0 and results["points"][0]["equal_to_ar"] in (0, 1)
     assert "W=4, tau=inf, lambda=0: 0% exact, " in capsys.readouterr().err
 

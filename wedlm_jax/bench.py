@@ -43,7 +43,7 @@ from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, r
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model_flags import ModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_results
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
 PROBLEMS = 256  # drawn of a task, to make prompts of
@@ -252,7 +252,7 @@ def save(args: Bench, found: Found) -> None:
         "rows": [dataclasses.asdict(speed) for speed in found.speeds],
         "official": [dataclasses.asdict(row) for row in found.besides], "left_out": found.left_out,
     }  # fmt: skip
-    write_json(args.out / "bench.json", results)
+    write_results(args.out, "bench", results)
 
 
 @entry

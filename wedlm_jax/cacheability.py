@@ -26,7 +26,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_results
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
 
@@ -116,7 +116,7 @@ def save(out: Path, args: Cacheability, how: dict[str, Any], measured: dict[str,
             for name, (ar, points) in measured.items()
         },
     }  # fmt: skip
-    write_json(out / "cacheability.json", results)
+    write_results(out, "cacheability", results)
 
 
 def findings(name: str, points: Sequence[Point]) -> list[str]:

@@ -55,7 +55,7 @@ from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
-from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_json, write_results
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
@@ -318,7 +318,7 @@ def show_one_decode(plan: Plan, console: Console) -> None:
 def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:
     if plan.out is None:
         return
-    write_json(plan.out / "results.json", results)
+    write_results(plan.out, "results", results)
     (plan.out / UNFINISHED).unlink(missing_ok=True)
     written = ["results.json"]
     if any(row.accuracy is not None for row in rows):

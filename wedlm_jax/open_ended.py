@@ -33,7 +33,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def save(args: OpenEndedFlags, how: dict[str, Any], found: OpenEnded) -> None:
     results = {
         "model": args.model, **how, "prompts": args.input and str(args.input), **dataclasses.asdict(found),
     }  # fmt: skip
-    write_json(args.out / "open_ended.json", results)
+    write_results(args.out, "open_ended", results)
 
 
 def texts_table(found: OpenEnded, title: str) -> Table:

@@ -63,6 +63,18 @@ def write_json(path: Path, results: Any) -> None:
         partial.write_text(text + "\n", encoding="utf-8")
 
 
+def write_results(folder: Path, name: str, results: Any) -> None:
+    """The JSON file `name` of a folder, as by `write_json`. The picture of that name, of the results before, goes until that of
+    these is drawn: what is interrupted leaves no two of different runs side by side.
+
+    Raises:
+      UserError: it cannot be written; both are as they were.
+    """
+    write_json(folder / f"{name}.json", results)
+    with writing(folder):
+        (folder / f"{name}.png").unlink(missing_ok=True)
+
+
 def save_figure(path: Path, figure: Figure) -> None:
     """Without the version of matplotlib, so that the same picture is the same file.
 

@@ -35,7 +35,7 @@ from wedlm_jax.evals.tradeoff import (
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_json
+from wedlm_jax.results import make_folder, save_figure, write_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def save(out: Path, args: Tradeoff, how: dict[str, Any], ar: Row, points: list[P
         "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],
         "rank_correlations": rank_correlations(points),
     }  # fmt: skip
-    write_json(out / "tradeoff.json", results)
+    write_results(out, "tradeoff", results)
 
 
 def findings(ar: Row, points: list[Point]) -> list[str]:
