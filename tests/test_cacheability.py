@@ -85,6 +85,14 @@ def test_the_goal_is_named_where_it_is_missed_and_p_cache_is_compared_at_equal_a
     assert "with a (0.95, 90% exact, p_cache 0.20)" in reached
 
 
+def test_a_setting_that_fills_no_mask_is_none_that_commits_few():
+    none = dataclasses.replace(of("streaming", "a", 0.9, 1.0, 0), order=Order(0, 0, 0))
+    some = of("streaming", "b", 0.5, 0.4, 60)
+    blockwise = of("blockwise", "c", 0.8, 0.3, 90)
+    assert "the most is 0.60 (b)" in command.findings("counting", [none, some, blockwise])[0]
+    assert command.findings("counting", [none, blockwise])[0] == "counting: no setting of streaming fills a mask."
+
+
 def test_the_settings_are_every_rule_with_every_threshold():
     args = command.Cacheability("x", decode=DecodeConfig(window_size=7, block_size=5))
     found = [(s.config.decoder, s.config.fill_rule, s.config.entropy_threshold) for s in command.settings_of(args)]

@@ -124,22 +124,26 @@ def findings(name: str, points: Sequence[Point]) -> list[str]:
     by_decoder = {
         decoder: [p for p in points if p.row.settings["decoder"] == decoder] for decoder in ("streaming", "blockwise")
     }
-    committing = [p for p in by_decoder["streaming"] if p.order.commit_rate >= COMMITTED]
+    filling = [p for p in by_decoder["streaming"] if p.order.filled]  # verify="fallback" may emit AR tokens alone
+    committing = [p for p in filling if p.order.commit_rate >= COMMITTED]
     listed = "; ".join(
         f"{p.row.label} ({p.order.commit_rate:.2f}, {p.accuracy:.0%} exact, p_cache {p.row.p_cache:.2f})"
         for p in committing
     )
-    most = max(by_decoder["streaming"], key=lambda p: p.order.commit_rate)
-    lines = [
-        f"{name}: streaming commits {COMMITTED:.0%} of the filled tokens by the next forward with {listed}."
-        if committing
-        else f"{name}: no setting of streaming commits {COMMITTED:.0%} of the filled tokens by the next forward; the most is "
-        f"{most.order.commit_rate:.2f} ({most.row.label})."
-    ]
+    if committing:
+        said = f"streaming commits {COMMITTED:.0%} of the filled tokens by the next forward with {listed}."
+    elif filling:
+        most = max(filling, key=lambda p: p.order.commit_rate)
+        said = (
+            f"no setting of streaming commits {COMMITTED:.0%} of the filled tokens by the next forward; the most is "
+            f"{most.order.commit_rate:.2f} ({most.row.label})."
+        )
+    else:
+        said = "no setting of streaming fills a mask."
     floor = min(max(p.accuracy for p in some) for some in by_decoder.values())
     best = [max((p for p in some if p.accuracy >= floor), key=lambda p: p.row.p_cache) for some in by_decoder.values()]
     told = " against ".join(f"{p.row.p_cache:.2f} ({p.row.label}, {p.accuracy:.0%})" for p in best)
-    return [*lines, f"{name}: best p_cache among settings at least {floor:.0%} exact: {told}."]
+    return [f"{name}: {said}", f"{name}: best p_cache among settings at least {floor:.0%} exact: {told}."]
 
 
 @entry

@@ -98,6 +98,11 @@ def test_the_bars_of_p_cache_lie_inside_the_picture_however_long():
     assert len(ends) == 2 and max(ends) <= high.axes[0].get_window_extent().x1
 
 
+def test_a_share_of_nothing_has_no_bar_and_no_number():
+    figure = plot_cacheability({"counting": [Point(row(label="verified"), Order(0, 0, 0))]}, "title")
+    assert [[text.get_text() for text in axes.texts] for axes in figure.axes][1:3] == [[""], [""]]
+
+
 def test_a_long_title_with_stop_strings_lies_inside_the_picture_as_it_is():
     points = {"counting": [Point(row(label="verified"), Order(10, 5, 1))]}
     stop = DecodeConfig(stop=("$\\frac$", "$"), verify="fallback", temperature=0.5).changes(DecodeConfig())

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import re
 
 import pytest
 from rich.console import Console
@@ -96,6 +97,15 @@ def test_rank_correlation_is_of_ranks_with_their_sign():
     points = [point(str(i), 0.9, 10.0**i, per_forward=i, committed=10 - i) for i in range(1, 5)]
     found = rank_correlations(points)
     assert found["tokens per forward"] == pytest.approx(1) and found["commit rate"] == pytest.approx(-1)
+
+
+def test_where_no_mask_is_filled_no_share_of_them_is_told_nor_correlated():
+    points = [point(str(i), 0.9, 10.0**i, committed=10 - i) for i in range(1, 5)]
+    points.insert(2, Point(points[1].row, Order(0, 0, 0)))
+    assert rank_correlations(points)["commit rate"] == pytest.approx(-1)
+    console = Console(file=io.StringIO(), width=120)
+    console.print(points_table(AR, [points[2]], ""))
+    assert re.search(r" 2 .* - +- *$", console.file.getvalue(), re.MULTILINE) and "nan" not in console.file.getvalue()
 
 
 def test_a_real_model_is_measured_on_every_setting():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from wedlm_jax.decode.stats import Completion
@@ -10,7 +11,8 @@ from wedlm_jax.decode.stats import Completion
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """Counts of filled masks over completions; those behind the end of an output are not in them."""
+    """Counts of filled masks over completions; those behind the end of an output are not in them, nor what prefill filled. The
+    shares are NaN where no mask was filled."""
 
     filled: int
     committed_next: int
@@ -19,12 +21,12 @@ class Order:
     @property
     def commit_rate(self) -> float:
         """The share of filled tokens that the very next forward commits."""
-        return self.committed_next / max(self.filled, 1)
+        return self.committed_next / self.filled if self.filled else math.nan
 
     @property
     def out_of_order(self) -> float:
         """The share of tokens that were filled while a mask to their left stayed open."""
-        return self.right_of_a_mask / max(self.filled, 1)
+        return self.right_of_a_mask / self.filled if self.filled else math.nan
 
 
 def filling_order(completions: Sequence[Completion], prompt_lengths: Sequence[int]) -> Order:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -54,10 +55,11 @@ def points_table(ar: Row, points: Sequence[Point], title: str, starred: Sequence
         table.add_column(name, justify="right", no_wrap=True)
     table.add_row("AR", f"{ar.accuracy:.0%}", f"{ar.tokens_per_second:,.0f}", "1.00", "1.00", "-", "-")
     for point in points:
-        row, order = point.row, point.order
+        row, shares = point.row, (point.order.commit_rate, point.order.out_of_order)
         table.add_row(
             f"{row.label}{' *' if point in starred else ''}", f"{point.accuracy:.0%}", f"{row.tokens_per_second:,.0f}",
-            f"{row.tokens_per_forward:.2f}", f"{row.p_cache:.2f}", f"{order.commit_rate:.2f}", f"{order.out_of_order:.2f}",
+            f"{row.tokens_per_forward:.2f}", f"{row.p_cache:.2f}",
+            *("-" if math.isnan(share) else f"{share:.2f}" for share in shares),
         )  # fmt: skip
     return table
 

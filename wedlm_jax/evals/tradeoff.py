@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,10 +156,12 @@ def _range_in_words(failing: list[float], thresholds: list[float]) -> str:
 
 
 def rank_correlations(points: Sequence[Point]) -> dict[str, float]:
-    """Spearman's rho of tokens per second with each measure, over the settings; NaN where one does not vary."""
-    speeds = [point.row.tokens_per_second for point in points]
+    """Spearman's rho of tokens per second with each measure, over the settings that have it; NaN where one does not vary."""
 
-    def rho(values: list[float]) -> float:
-        return float(spearmanr(speeds, values).statistic) if len(set(values)) > 1 < len(set(speeds)) else float("nan")
+    def rho(name: str) -> float:
+        pairs = [(point.row.tokens_per_second, point.measures[name]) for point in points]
+        known = [(speed, value) for speed, value in pairs if not math.isnan(value)]
+        speeds, values = ([pair[i] for pair in known] for i in (0, 1))
+        return float(spearmanr(speeds, values).statistic) if len(set(values)) > 1 < len(set(speeds)) else math.nan
 
-    return {name: rho([point.measures[name] for point in points]) for name in points[0].measures}
+    return {name: rho(name) for name in points[0].measures}
