@@ -45,6 +45,21 @@ def test_rates_are_measured_on_this_machine():
     assert 1e8 < rates.flops < 1e16 and 1e8 < rates.bytes < 1e14
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rate_of_reading_is_of_bytes_whatever_the_numbers_of_the_model(monkeypatch, dtype):
+    timed = []
+
+    def half_a_second(run, x):
+        timed.append(x)
+        return 0.5
+
+    monkeypatch.setattr(roofline, "_seconds", half_a_second)
+    rates = Rates.measured(dtype)
+    matrix, long = timed
+    assert (matrix.dtype, long.dtype) == (dtype, "float32")  # of bfloat16, what a CPU is slow at is the product
+    assert rates == Rates(4 * len(matrix) ** 3, 2 * long.nbytes)
+
+
 def test_no_room_for_the_array_that_is_read_is_one_line(monkeypatch):
     def full(run, x):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
