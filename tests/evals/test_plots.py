@@ -69,6 +69,15 @@ def test_title_and_legend_of_the_speeds_lie_inside_the_picture(lengths):
     assert figure.legends[0].get_window_extent().y1 <= min(axes.get_tightbbox().y0 for axes in figure.axes)
 
 
+def test_the_line_of_a_decoder_goes_from_small_to_large_batches_in_whatever_order_they_were_measured():
+    speeds = [
+        Speed(Work("counting", batch, 8, 6), decoder, 6, 1.0, 0.1, 6.0, 1.0, 1.0, 1.0, 0.5, 1.0 / batch, 1)
+        for batch in (8, 1, 32) for decoder in ("ar", "lookup")
+    ]  # fmt: skip
+    line, _ = plot_speeds(speeds, "title").axes[0].lines  # and AR's
+    assert line.get_xydata().tolist() == [[1, 1], [8, 1 / 8], [32, 1 / 32]]
+
+
 def test_the_taus_of_streaming_can_be_told_apart_in_open_ended_generation():
     settings = {"AR": {"decoder": "ar"}} | {
         f"tau={tau}": {"decoder": "streaming", "entropy_threshold": tau} for tau in (0.1, 1.0, "inf")

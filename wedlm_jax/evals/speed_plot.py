@@ -32,7 +32,7 @@ def plot_speeds(speeds: Sequence[Speed], title: str) -> Figure:
         for axes, (prompt, output) in zip(line, lengths, strict=True):
             here = [s for s in speeds if (s.work.task, *_lengths(s)) == (task, prompt, output)]
             for decoder in decoders:
-                of_decoder = [s for s in here if s.decoder == decoder]
+                of_decoder = sorted((s for s in here if s.decoder == decoder), key=lambda s: s.work.batch)
                 axes.plot(
                     [s.work.batch for s in of_decoder],
                     [s.speedup_over_ar for s in of_decoder],
