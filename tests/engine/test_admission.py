@@ -31,8 +31,8 @@ def prefilled(monkeypatch):
     return seen
 
 
-def are_as_alone(tickets) -> bool:
-    alone = [generate(talker(), [ticket.request.prompt], ticket.request.config)[0] for ticket in tickets]
+def are_as_alone(tickets, model=None) -> bool:
+    alone = [generate(model or talker(), [ticket.request.prompt], ticket.request.config)[0] for ticket in tickets]
     return all(same(ticket.result(), one) for ticket, one in zip(tickets, alone, strict=True))
 
 
@@ -58,6 +58,18 @@ def test_what_is_prefilled_together_has_about_one_length_and_takes_no_more_memor
     assert sorted(rows for rows, _ in prefilled) == [1, 1, 1, 1, 4]
     assert group.slots < max(rows * slots for rows, slots in prefilled) <= 2 * group.slots
     assert are_as_alone(tickets)
+
+
+@pytest.mark.parametrize("loop", ["ar", "verified"])
+def test_prompts_that_nearly_fill_the_context_are_prefilled_together_in_no_more_slots_than_a_row_has(loop, prefilled):
+    """A row has 192 slots or less, and the next length that programs are compiled for would be 256."""
+    model = dataclasses.replace(talker(), config=dataclasses.replace(talker().config, max_position_embeddings=256))
+    served, config = engine(model, rows=24, context=170), talk(loop, max_new_tokens=9)
+    tickets = [served.submit([i] * 160, config) for i in range(4)]
+    served.step()
+    (group,) = served._groups.values()
+    assert prefilled == [(4, group.slots)]
+    assert are_as_alone(tickets, model)
 
 
 def test_requests_that_begin_like_rows_which_they_are_given_are_prefilled_together_too(prefilled):

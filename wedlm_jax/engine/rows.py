@@ -179,8 +179,8 @@ class RowGroup:
             arrival.ticket.reused_tokens, arrival.ticket.waits = arrival.start, False
 
     def _slots_for(self, arrivals: Sequence[Arrival]) -> int:
-        """Cache slots in which their prompts fit, and the masks behind them."""
-        return bucket(max(arrival.stop for arrival in arrivals) + self._masks)
+        """Cache slots in which their prompts fit, and the masks behind them; no more than a row has."""
+        return min(bucket(max(arrival.stop for arrival in arrivals) + self._masks), self.slots)
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees the row of a request; what its cache holds stays of use."""
