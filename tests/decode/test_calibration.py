@@ -73,7 +73,7 @@ def test_it_fills_in_what_streaming_leaves_open_and_nothing_else():
         assert FOUND.apply(config) is config
 
 
-def test_it_knows_for_which_settings_its_disagreement_was_measured():
+def test_it_knows_for_what_its_disagreement_was_measured():
     measured = dict(distance_penalty=0.3, window_size=4)
     calibrated = f"streaming with {FOUND.in_words()}"
     model = dataclasses.replace(tiny_model(), calibration=FOUND)
@@ -90,6 +90,9 @@ def test_it_knows_for_which_settings_its_disagreement_was_measured():
         unmeasured = f"but with {named}, for which no disagreement was measured"
         configs = DecodeConfig("verified"), DecodeConfig(**{**measured, **change})
         assert calibration_in_use(model, configs) == [calibrated, unmeasured]
+    rounded = dataclasses.replace(model, config=dataclasses.replace(model.config, kernel_dtype="int8"))
+    unmeasured = "but with kernels of int8, for which no disagreement was measured"
+    assert calibration_in_use(rounded, [DecodeConfig(**measured)]) == [calibrated, unmeasured]
 
 
 def test_a_calibrated_model_decodes_by_it():

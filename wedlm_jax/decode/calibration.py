@@ -62,7 +62,7 @@ class Calibration:
 
 def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
     """Lines for the user: that calibrated tau and lambda are used (of the first of these settings, as given, that takes them),
-    and which other settings they were not measured with. No lines where no setting takes them."""
+    and what they were not measured with. No lines where no setting takes them."""
     found: Calibration | None = model.calibration
     used = [] if found is None else [applied for config in configs if (applied := found.apply(config)) != config]
     if found is None or not used:
@@ -73,6 +73,7 @@ def calibration_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[st
         f"temperature {used[0].temperature:g}": used[0].temperature > 0,
         f"mask_token_id {used[0].mask_token_id}": used[0].mask_token_id not in (None, model.mask_token_id),
         "ban_mask off": not used[0].ban_mask,
+        "kernels of int8": model.config.kernel_dtype is not None,
     }
     unmeasured = ", ".join(setting for setting, differs in settings.items() if differs)
     but = [f"but with {unmeasured}, for which no disagreement was measured"] if unmeasured else []
