@@ -49,6 +49,13 @@ def test_the_compiled_loop_equals_the_python_loop(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+def test_what_a_trace_says_was_filled_was_a_mask(loop):
+    """So what AR decoding emits, behind the one token that it feeds, is not said to stand in that token's place."""
+    for completion in generate(tiny_model(), PROMPTS, config_of(loop), trace=True):
+        assert all(set(e["filled_positions"]) <= set(e["mask_positions"]) for e in completion.trace)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_permuting_the_batch_permutes_the_outputs(loop):
     configs = [
         config_of(loop),

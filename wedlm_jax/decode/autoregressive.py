@@ -23,7 +23,6 @@ def autoregressive_step(
         transformer, state, settings, fed, slot, widths=(1,), most_read=1, feeds_masks=False
     )
     state, kept = emit(state, settings, reading.tokens, fed, reading.log_probs)
-    filling = slot & before.running[:, None]
-    record = recorded(before, settings, fed, reading, filling, kept)
+    record = recorded(before, settings, fed, reading, jnp.zeros_like(before.filled), kept)
     state = advance(state, kept)
     return dataclasses.replace(state, window=reading.tokens, filled=jnp.ones_like(state.filled)), record

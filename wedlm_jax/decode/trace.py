@@ -15,7 +15,8 @@ def trace_entry(record: StepRecord, row: int) -> dict[str, Any]:
 
     Keys: `base` (position of window slot 0), `window` (tokens in logical order, None = mask), `fed_positions` (in the
     physical order fed to the model), `emitted` (number of tokens added to the output), `mask_positions` and `scores`
-    (entropy in nats, or confidence for block-wise, at the masks), `filled_positions` and `filled_tokens`.
+    (entropy in nats, or confidence for block-wise, at the masks), `filled_positions` and `filled_tokens` (of the masks:
+    what AR, verified and lookup emit behind a token that they feed fills none).
     """
     r = jax.tree.map(lambda x: np.asarray(x)[row], record)
     base, fed = int(r.base), int(r.fed)
