@@ -51,7 +51,7 @@ def batch_of(rows: int, window_table: WindowTable, **fields) -> Batch:
     return Batch(model, [make_request(model, [1], config, row=row, name="prompt") for row in range(rows)])
 
 
-@pytest.mark.parametrize(("rows", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (64, 8)])
+@pytest.mark.parametrize(("rows", "widest"), [(1, 32), (3, 32), (4, 16), (19, 16), (20, 8), (158, 8), (159, 4)])
 def test_the_more_rows_the_narrower_is_the_window(rows, widest):
     assert ON_ACCELERATOR.widest(rows) == widest
 
