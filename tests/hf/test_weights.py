@@ -146,6 +146,22 @@ def test_weights_that_are_a_link_to_nowhere_are_named(copy_of):
     one_line(error)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_that_only_points_at_its_contents_is_named(copy_of, name):
+    file = copy_of("qwen3_plain") / name
+    file.unlink(missing_ok=True)
+    file.symlink_to("../../blobs/abc")
+    with pytest.raises(UserError, match=f"{name}: leads to ../../blobs/abc, which is not there; copy"):
+        load_hf(file.parent)
+    file.unlink()
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{64 * '0'}\nsize 1192135096\n")
+    with pytest.raises(
+        UserError, match=f"{name}: a pointer of Git LFS in the place of the file; git lfs pull"
+    ) as error:
+        load_hf(file.parent)
+    one_line(error)
+
+
 def test_missing_index_is_named(copy_of):
     directory = copy_of("wedlm_qwen3_tied_sharded")
     (directory / "model.safetensors.index.json").unlink()

@@ -17,6 +17,7 @@ from wedlm_jax.hf.config import read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"  # how each begins
 DTYPES = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -25,6 +26,26 @@ DTYPES = {
 }
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+def require_contents(directory: Path) -> None:
+    """Raises a `UserError` where a file of a model or an adapter only stands for its contents: a link to nowhere, as of a hub's
+    cache that was copied without its blobs, or a pointer of Git LFS."""
+    for file in sorted(directory.glob("*")):
+        if file.suffix not in (".safetensors", ".json", ".jinja", ".txt"):
+            continue
+        if file.is_symlink() and not file.exists():
+            raise UserError(f"{file}: leads to {file.readlink()}, which is not there; copy what it leads to")
+        if _begins_with(file, LFS_POINTER):
+            raise UserError(f"{file}: a pointer of Git LFS in the place of the file; git lfs pull fetches it")
+
+
+def _begins_with(file: Path, beginning: bytes) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(beginning)) == beginning
+    except OSError:  # whoever reads it says why
+        return False
 
 
 class StoredTensors:
@@ -36,9 +57,7 @@ class StoredTensors:
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE):
         self.directory = directory
-        for link in directory.glob("*.safetensors"):
-            if link.is_symlink() and not link.exists():
-                raise UserError(f"{link}: leads to {link.readlink()}, which is not there; copy what it leads to")
+        require_contents(directory)
         if (directory / single_file).is_file():
             shard = _open(directory / single_file)
             self._shards = dict.fromkeys(shard.keys(), shard)

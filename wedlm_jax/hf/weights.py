@@ -15,7 +15,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.hub import fetch_model, is_hub_id
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
-from wedlm_jax.hf.shards import StoredTensors, mismatches
+from wedlm_jax.hf.shards import StoredTensors, mismatches, require_contents
 from wedlm_jax.hf.tokenizer import load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
@@ -62,9 +62,10 @@ def resolve_dtype(dtype: Any) -> DType:
 
 
 def local_directory(path: str | Path) -> Path:
-    """The directory itself, or the downloaded snapshot of a hub id."""
+    """The directory itself, or the downloaded snapshot of a hub id; a `UserError` where files are only pointed at."""
     directory = Path(path)
     if directory.is_dir():
+        require_contents(directory)
         return directory
     if directory.exists():
         raise UserError(f"{path}: is a file; name the directory that holds config.json")
