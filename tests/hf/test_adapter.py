@@ -214,6 +214,9 @@ def test_damaged_tensors_are_named(saved):
     assert "extra extra" in refusal(saved)
     save_file(tensors | {name: np.ones((96, 3), np.int8)}, saved / WEIGHTS)
     assert "I8" in refusal(saved)
+    tensors[name][5, 1] = np.nan
+    save_file(tensors, saved / WEIGHTS)
+    assert f"NaN or infinity among the weights of {name};" in refusal(saved)
 
 
 @pytest.mark.parametrize("keep", [4, 900, -1])

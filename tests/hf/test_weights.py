@@ -16,6 +16,7 @@ from wedlm_jax.hf.weight_map import TABLE, rows
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, params_of, transformer_from
+from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
 from .conftest import ORACLE
 
@@ -213,6 +214,20 @@ def test_missing_config_is_named(copy_of):
     (directory / "config.json").unlink()
     with pytest.raises(UserError, match="config.json: no such file"):
         load_hf(directory)
+
+
+@pytest.mark.parametrize("mesh", [None, MeshConfig(tensor=2)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_name(copy_of, value, mesh):
+    file = copy_of("qwen3_plain") / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"NaN or infinity among the weights of model.layers\..*mlp.up_proj.weight"
+    ) as error:
+        load_hf(file.parent, mesh=None if mesh is None else mesh_of_first(mesh))
+    one_line(error)
 
 
 def test_quantised_tensors_are_refused_by_name(copy_of):

@@ -22,7 +22,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft
 from wedlm_jax.hf.config import read_json
 from wedlm_jax.hf.export import require_free, whole_directory, write_json
-from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, write_file
+from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, names_on_one_line, write_file
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
@@ -169,6 +169,12 @@ def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, 
     params = {}
     for row in table:
         parts = [row.from_hf(tensors.read(name), config).astype(np.float32) for name in row.names(config)]
+        if not_finite := [
+            name for name, part in zip(row.names(config), parts, strict=True) if not np.isfinite(part).all()
+        ]:
+            raise UserError(
+                f"{directory}: NaN or infinity among the weights of {names_on_one_line(not_finite)}; copy or train them again"
+            )
         params[row.ours] = np.stack(parts) if row.stacked else parts[0]
     return params
 

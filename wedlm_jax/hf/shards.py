@@ -101,14 +101,16 @@ def mismatches(held: Shapes, needed: Shapes, allowed: Shapes | None = None, most
             misshapen.setdefault(f"is {list(held[name])}, needs {list(allowed[name])}", []).append(name)
     problems = []
     if missing := needed.keys() - held.keys():
-        problems.append(f"missing {_names(missing, most)}")
+        problems.append(f"missing {names_on_one_line(missing, most)}")
     if extra := held.keys() - allowed.keys():
-        problems.append(f"extra {_names(extra, most)}")
-    problems += [f"misshapen {_names(names, most)} ({shapes})" for shapes, names in sorted(misshapen.items())]
+        problems.append(f"extra {names_on_one_line(extra, most)}")
+    problems += [
+        f"misshapen {names_on_one_line(names, most)} ({shapes})" for shapes, names in sorted(misshapen.items())
+    ]
     return "; ".join(problems)
 
 
-def _names(names: Iterable[str], most: int) -> str:
+def names_on_one_line(names: Iterable[str], most: int = 20) -> str:
     """Tensor names on one line, the layers of one pattern together: `model.layers.{0,1}.mlp.up_proj.weight`."""
     layers: dict[str, list[int]] = {}
     for name in names:

@@ -15,7 +15,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.hub import fetch_model, is_hub_id
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
-from wedlm_jax.hf.shards import StoredTensors, mismatches, require_contents
+from wedlm_jax.hf.shards import StoredTensors, mismatches, names_on_one_line, require_contents
 from wedlm_jax.hf.tokenizer import load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
@@ -36,7 +36,8 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
       mesh: where the parameters are cut over; each device's part is read straight from the files.
 
     Raises:
-      UserError: the directory is not complete, or holds what is not implemented; all tensor mismatches in one message.
+      UserError: the directory is not complete, holds what is not implemented, or weights that are not finite; all tensor
+        mismatches in one message.
     """
     directory = local_directory(path)
     file = directory / "config.json"
@@ -75,13 +76,17 @@ def local_directory(path: str | Path) -> Path:
 
 
 def read_params(directory: Path, config: ModelConfig, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then on the device."""
+    """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then on the device; all are finite."""
     tensors = StoredTensors(directory)
     _require_match(tensors, config)
     if config.tie_word_embeddings and HEAD.hf in tensors.shapes:
         _require_same_head(tensors)
-    if mesh is not None:
-        return read_sharded(tensors, config, mesh)
+    params = _read_whole(tensors, config) if mesh is None else read_sharded(tensors, config, mesh)
+    _require_finite(params, tensors, config)
+    return params
+
+
+def _read_whole(tensors: StoredTensors, config: ModelConfig) -> dict[str, jax.Array]:
     dtype = jnp.dtype(config.param_dtype)
     params = {}
     for row in rows(config):
@@ -91,6 +96,21 @@ def read_params(directory: Path, config: ModelConfig, mesh: Mesh | None = None) 
             part[...] = row.from_hf(tensors.read(name), config)
         params[row.ours] = jnp.asarray(stacked if row.stacked else stacked[0])
     return params
+
+
+@jax.jit
+def _are_finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {name: jnp.isfinite(x).all() for name, x in params.items()}
+
+
+def _require_finite(params: dict[str, jax.Array], tensors: StoredTensors, config: ModelConfig) -> None:
+    """One NaN makes every logit NaN, of which decoding takes token 0: an answer that is empty or nonsense, without a word."""
+    finite = _are_finite(params)
+    if not_finite := [name for row in rows(config) if not finite[row.ours] for name in row.names(config)]:
+        raise UserError(
+            f"{tensors.directory}: NaN or infinity among the weights of {names_on_one_line(not_finite)}; copy or convert them "
+            "again, or take an earlier checkpoint"
+        )
 
 
 def stored_dtype(directory: Path) -> DType:
