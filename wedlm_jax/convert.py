@@ -136,7 +136,7 @@ def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) ->
 
 def _require_torch() -> None:
     if find_spec("torch") is None:
-        raise UserError("--verify needs torch, which is not installed: pip install -r requirements-torch.txt")
+        raise UserError("--verify needs torch, which is not installed: pip install torch")
 
 
 def _size_of(directory: Path) -> int:
