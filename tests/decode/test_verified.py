@@ -99,7 +99,7 @@ def test_acceptance_accounts_for_every_token():
         for completion in generate(tiny_model(seed), [PROMPT] * 3, config):
             checked, agreed = (list(column) for column in zip(*completion.acceptance, strict=True))
             cut = completion.stats.forwards + sum(agreed) - len(completion.ids)
-            assert 0 <= cut < config.window_size  # max_new_tokens cuts what the last forward emits, and no other
+            assert cut in (0, 1)  # where the last forward ends with a draft, the token behind it is not emitted
             assert all(of >= yes for of, yes in zip(checked, agreed, strict=True))
             assert all(later <= yes for later, yes in zip(checked[1:], agreed, strict=False))
 

@@ -40,5 +40,8 @@ def check_drafts(
     accepted = 1 + jnp.sum(agreed, axis=1)
     next_token = jnp.take_along_axis(reading.tokens, (accepted - 1)[:, None], axis=1)[:, 0]
     state, kept = emit(state, settings, reading.tokens, accepted, reading.log_probs)
-    state = dataclasses.replace(state, checked=state.checked + checked, agreed=state.agreed + agreed)
+    in_output = state.slots <= kept[:, None]  # drafts behind the end of a row count for nothing
+    state = dataclasses.replace(
+        state, checked=state.checked + (checked & in_output), agreed=state.agreed + (agreed & in_output)
+    )
     return state, kept, accepted, next_token

@@ -58,7 +58,8 @@ class Row:
     equal_to_ar: int | None  # problems whose tokens are those of AR decoding of the same weights
     unfinished: int  # completions cut by max_new_tokens
     # Share of the forwards that accepted the draft 1, 2, ... slots ahead: with the AR token of each forward they add up to tokens
-    # per forward, but for what a stop cuts off. None where no drafts are held against AR.
+    # per forward, but for a last forward that ends with a draft, and for what a stop string cuts off. None where no drafts are
+    # held against AR.
     accepted: list[float] | None = None
 
 
