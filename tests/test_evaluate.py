@@ -353,8 +353,9 @@ def test_questions_of_a_file_are_scored_and_cut_completions_told(call, tmp_path)
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
     flags = ("--model", tmp_path / "model", "--questions", tmp_path / "mine.jsonl", "--match", "text")
     shown = " ".join(call(*flags, "--max-new-tokens", 8, "--decoder", "lookup", "--out", tmp_path / "out").split())
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert [(row["task"], row["label"], row["correct"], row["n"]) for row in rows] == [
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert (results["questions"], results["match"]) == (str(tmp_path / "mine.jsonl"), "text")
+    assert [(row["task"], row["label"], row["correct"], row["n"]) for row in results["rows"]] == [
         ("mine", "AR", 2, 3), ("mine", "lookup", 2, 3),
     ]  # fmt: skip
     cut = sum(c.finish_reason == "length" for c in of_ar)

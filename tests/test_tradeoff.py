@@ -72,6 +72,7 @@ def test_questions_of_a_file_take_the_place_of_a_task(monkeypatch, capsys, model
     command.main()
     results = json.loads((tmp_path / "out" / "tradeoff.json").read_text())
     assert (results["ar"]["task"], results["ar"]["n"], results["points"][0]["n"]) == ("mine", 3, 3)
+    assert (results["questions"], results["match"]) == (str(tmp_path / "mine.jsonl"), "number")
     assert "streaming on mine" in " ".join(capsys.readouterr().out.split())
 
 

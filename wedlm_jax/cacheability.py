@@ -19,7 +19,7 @@ from rich.progress import Progress
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
-from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
 from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table, ran
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
@@ -110,7 +110,7 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
 
 def save(out: Path, args: Cacheability, how: dict[str, Any], measured: dict[str, tuple[Row, list[Point]]]) -> None:
     results = {
-        "model": args.model, **how,
+        "model": args.model, **scored_by(args), **how,
         "tasks": {
             name: {"ar": dataclasses.asdict(ar), "points": [p.as_json() for p in points]}
             for name, (ar, points) in measured.items()

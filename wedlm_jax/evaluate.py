@@ -43,7 +43,7 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.problems import tasks_of
-from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
 from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, ran, results_table
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
@@ -166,7 +166,8 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
     title = f"{path} in int8" if args.int8 else path
-    return Plan(title, {ADAPTED: model}, settings, tasks, EvaluationConfig(), None, args.out, args.mesh)
+    config = EvaluationConfig(questions=str(args.questions) if args.questions else None, match=args.match)
+    return Plan(title, {ADAPTED: model}, settings, tasks, config, None, args.out, args.mesh)
 
 
 def load_exact(
@@ -222,9 +223,9 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
     # By this a study tells whether to evaluate anew.
-    asked = {} if plan.experiment is None else {"evaluation": dataclasses.asdict(plan.config)}
+    how = {"evaluation": dataclasses.asdict(plan.config)} if plan.experiment is not None else scored_by(plan.config)
     return {
-        "name": plan.title, **asked, **ran(next(iter(plan.models.values())).config, plan.mesh),
+        "name": plan.title, **how, **ran(next(iter(plan.models.values())).config, plan.mesh),
         "rows": [dataclasses.asdict(row) for row in rows],
     }  # fmt: skip
 

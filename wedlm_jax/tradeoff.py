@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both
+from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
 from wedlm_jax.evals.show import cut_short, device, points_table, ran
 from wedlm_jax.evals.sweep import Row, Setting
 from wedlm_jax.evals.tasks import Task
@@ -94,7 +94,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
 
 def save(out: Path, args: Tradeoff, how: dict[str, Any], ar: Row, points: list[Point]) -> None:
     results = {
-        "model": args.model, **how, "ar": dataclasses.asdict(ar),
+        "model": args.model, **scored_by(args), **how, "ar": dataclasses.asdict(ar),
         "points": [p.as_json() for p in points],
         "pareto_front": [p.row.label for p in pareto_front(points)] if ar.accuracy else [],
         "failed": [p.row.label for p in failed(points, ar.accuracy or 0.0)],

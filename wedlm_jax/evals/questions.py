@@ -76,6 +76,11 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
     return Task(path.stem, lambda limit, seed: problems[:limit], score)
 
 
+def scored_by(flags: Any) -> dict[str, str]:
+    """For a file of results: which questions were asked and what of an answer counted; empty where they are a task's."""
+    return {} if flags.questions is None else {"questions": str(flags.questions), "match": flags.match}
+
+
 def refuse_both(flags: Any, tasks: str) -> None:
     """Refuses what does nothing of a command's `questions`, `match` and `tasks`, the name of its field of tasks.
 
