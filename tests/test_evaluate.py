@@ -416,7 +416,7 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
         (("--exp", "a", "--questions", "q"), "--questions does nothing here; use evaluation.questions=..."),
         (
             ("--exp", "sft", "evaluation.match=best"),
-            "evaluation.match='best': input should be 'number', 'choice' or 'text'",
+            "evaluation.match='best': input should be 'number', 'choice', 'formula' or 'text'",
         ),
         (("--model", "nowhere", "--task", "sums"), "task 'sums' does not exist"),
         (("--model", "nowhere", "--task", "counting", "--workdir", "x"), "--workdir goes with --exp"),
