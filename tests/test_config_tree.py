@@ -49,7 +49,7 @@ def test_none_is_none_unless_it_is_a_value_of_the_field(kind, expected):
         ("objective", ObjectiveConfig, "targets", "data or distill"),
         ("optimizer", OptimizerConfig, "schedule", "constant, cosine or linear"),
         ("optimizer", OptimizerConfig, "decay_mask", "kernels or official"),
-        ("evaluation", EvaluationConfig, "match", "number, choice or text"),
+        ("evaluation", EvaluationConfig, "match", "number, choice, formula or text"),
         ("train", TrainConfig, "best_metric", "validation_ar_loss, validation_mlm_loss or None"),
     ],
 )
