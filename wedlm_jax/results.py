@@ -68,7 +68,7 @@ def write_results(folder: Path, name: str, results: Any) -> None:
     these is drawn: what is interrupted leaves no two of different runs side by side.
 
     Raises:
-      UserError: it cannot be written; both are as they were.
+      UserError: the file cannot be written, and both are as they were; or the picture cannot be removed.
     """
     write_json(folder / f"{name}.json", results)
     with writing(folder):

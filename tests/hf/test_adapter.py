@@ -226,6 +226,12 @@ def test_a_truncated_file_is_named(saved, keep):
     assert f"{WEIGHTS}: truncated or not safetensors" in refusal(saved)
 
 
+@pytest.mark.parametrize("name", [FILE, WEIGHTS])
+def test_a_pointer_of_git_lfs_is_named(saved, name):
+    (saved / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert f"{name}: a pointer of Git LFS" in refusal(saved)
+
+
 def test_missing_files_are_named(saved, tmp_path):
     assert "no such directory" in refusal(tmp_path / "nowhere")
     assert "is a file" in refusal(saved / FILE)

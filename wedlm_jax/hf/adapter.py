@@ -22,7 +22,15 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft
 from wedlm_jax.hf.config import read_json
 from wedlm_jax.hf.export import require_free, whole_directory, write_json
-from wedlm_jax.hf.shards import DTYPES, StoredTensors, TensorToWrite, mismatches, names_on_one_line, write_file
+from wedlm_jax.hf.shards import (
+    DTYPES,
+    StoredTensors,
+    TensorToWrite,
+    mismatches,
+    names_on_one_line,
+    require_contents,
+    write_file,
+)
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
@@ -97,6 +105,7 @@ def with_adapter(model: Model, directory: Path) -> Model:
     config, params = model.config, params_of(model.transformer)
     if config.adapter is not None:
         raise UserError(f"{directory}: the model has an adapter already; load its base and one of them")
+    require_contents(directory)
     described = _describe(directory)
     if isinstance(described, AdapterFile):
         if (found := revision(config, params)) != described.base_revision:

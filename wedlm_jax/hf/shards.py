@@ -57,7 +57,6 @@ class StoredTensors:
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE):
         self.directory = directory
-        require_contents(directory)
         if (directory / single_file).is_file():
             shard = _open(directory / single_file)
             self._shards = dict.fromkeys(shard.keys(), shard)

@@ -105,7 +105,7 @@ def _are_finite(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 def _require_finite(params: dict[str, jax.Array], tensors: StoredTensors, config: ModelConfig) -> None:
     """One NaN makes every logit NaN, of which decoding takes token 0: an answer that is empty or nonsense, without a word."""
-    finite = _are_finite(params)
+    finite = jax.device_get(_are_finite(params))
     if not_finite := [name for row in rows(config) if not finite[row.ours] for name in row.names(config)]:
         raise UserError(
             f"{tensors.directory}: NaN or infinity among the weights of {names_on_one_line(not_finite)}; copy or convert them "
