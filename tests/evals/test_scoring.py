@@ -14,6 +14,8 @@ from wedlm_jax.evals.scoring import choice, formula, number, one_form, only_form
         ("#### The result is 2 * 9 = 18", "18"),
         ("####18", "18"),
         ("She has 12 eggs, so she sells them for $1,200.50.", "1200.5"),
+        ("The field measures 1{,}200 m^2, at 3 kg m^{-2}.", "3"),
+        ("an area of $1{,}200\\text{ cm}^2$", "1200"),
         ("#### -$3", "-3"),
         ("x is \N{MINUS SIGN}4", "-4"),
         ("between 3-5", "5"),

@@ -22,6 +22,8 @@ _LETTER = (
 _NAMED = re.compile(rf"\b(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*\"']*({_LETTER})")
 _FIRST = re.compile(rf"\s*[(\[*\"']*({_LETTER})")
 _ALONE = re.compile(r"\W*([a-jA-J])\W*")
+# The power of a unit, as the 2 of cm^2, is no number.
+_POWER = re.compile(r"(?<=[a-zA-Z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MINUS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 
 _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=\{)")
@@ -54,7 +56,7 @@ def number(text: str) -> str | None:
     It is written in one form, without signs of currencies, commas between thousands, exponents and zeros that change no value:
     `-$1,200.50` is -1200.5.
     """
-    text = text.translate(_MINUS)
+    text = _without_latex(text)
     found = _MARKED.search(text) or next(reversed(list(_NUMBER.finditer(text))), None)
     if found is None:
         return None
@@ -65,9 +67,15 @@ def number(text: str) -> str | None:
 
 def only_number(text: str) -> str | None:
     """`number` of an answer to score by: the only one in it, or, where one is marked, in that line. 1/2 and 8:30 have none."""
+    text = _without_latex(text)
     marked = _MARKED.search(text)
     counted = text if marked is None else text[marked.start() :].partition("\n")[0]
     return number(text) if len(_NUMBER.findall(counted)) == 1 else None
+
+
+def _without_latex(text: str) -> str:
+    """With plain signs for minus and for the comma between thousands, `{,}`, and no powers of units."""
+    return _POWER.sub("", text.translate(_MINUS).replace("{,}", ","))
 
 
 def choice(text: str) -> str | None:
