@@ -3,6 +3,7 @@
 import copy
 import datetime
 import decimal
+import errno
 import gzip
 import importlib.util
 import json
@@ -158,6 +159,19 @@ def test_a_plain_file_is_read_at_its_lines_alone(tmp_path):
     content = path.read_bytes()
     os.truncate(path, len(content) - 10)
     assert source.fetch(0) == content.split(b"\n")[0]
+
+
+def test_a_line_that_the_system_does_not_read_any_more_is_an_error_that_names_its_file(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "chat.jsonl", CHATS)
+    documents = Documents(config_of(path), tokenizer(), 0, "train")
+    documents[0]
+
+    def disk_fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", disk_fails)
+    with pytest.raises(UserError, match=r"chat\.jsonl: cannot be read \(Input/output error\)"):
+        documents[1]
 
 
 def test_text_of_files_and_of_jsonl(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gzip
 import json
 import os
@@ -62,9 +63,10 @@ class JsonLines:
         start, end = (int(offset) for offset in offsets[lines[index] : lines[index] + 2])
         if (data := self._data()) is not None:
             return data[start:end].strip()
-        if self._file is None:
-            self._file = self._path.open("rb")
-        return os.pread(self._file.fileno(), end - start, start).strip()
+        with _reading(self._path):
+            if self._file is None:
+                self._file = self._path.open("rb")
+            return os.pread(self._file.fileno(), end - start, start).strip()
 
     @property
     def begins_with_text(self) -> bool:
@@ -92,10 +94,8 @@ class JsonLines:
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:
-            try:
+            with _reading(self._path):
                 self._offsets, self._lines = _line_offsets(self._chunks())
-            except OSError as error:
-                raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
             if not len(self._lines):
                 raise UserError(f"{self._path}: the file is empty; a record is one line of JSON")
         return self._offsets, self._lines
@@ -123,6 +123,15 @@ class JsonLines:
                     f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
                 ) from None
         return self._decompressed
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """A file that the system does not read, at once or in the midst of training, is told by name."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
