@@ -199,7 +199,9 @@ def test_the_shape_of_a_model_that_comes_from_elsewhere_is_not_to_be_set():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["name="], "name is empty; it names the folder of the run below runs/"),
+        (["name="], "name= is no folder below runs/; choose one, or another place as --workdir DIR"),
+        (["name=../.."], "name=../.. is no folder below runs/"),
+        (["name=/tmp/x"], "name=/tmp/x is no folder below runs/"),
         (
             ["train.best_metric=validation_mlm_loss", "train.steps=4", "train.checkpoint_every=2", "train.eval_every=2",
              "objective.ar_steps=4"],

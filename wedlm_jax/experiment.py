@@ -138,8 +138,8 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
-        if not self.name.strip():
-            raise UserError("name is empty; it names the folder of the run below runs/")
+        if not self.name.strip() or ".." in (path := Path(self.name)).parts or path.is_absolute():
+            raise UserError(f"name={self.name} is no folder below runs/; choose one, or another place as --workdir DIR")
         if self.train.best_metric == "validation_mlm_loss" and self.objective.ar_steps >= self.train.steps:
             raise UserError(
                 f"train.best_metric=validation_mlm_loss is never measured: all train.steps={self.train.steps} are of "
