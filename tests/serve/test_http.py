@@ -145,6 +145,19 @@ def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(server):
         assert len(said["token_logprobs"]) == length + 1  # and the one that was generated
 
 
+def test_halves_of_characters_are_told_apart_by_name(server):
+    """By names lm-eval finds out whether the tokens of an answer are the likeliest."""
+    tokenizer = chatty().tokenizer
+    halves = [i for i in range(len(tokenizer)) if "\N{REPLACEMENT CHARACTER}" in tokenizer.decode([i])][:20]
+    asked = {"prompt": [*halves, 5, 9], "max_tokens": 1, "logprobs": 1, "echo": True}
+    said = ask(server, COMPLETIONS, asked)[1]["choices"][0]["logprobs"]
+    assert len({*said["tokens"][: len(halves)]}) == len(halves) > 1
+    top = [(*scores.items(),)[0] for scores in said["top_logprobs"][1:-1]]
+    likeliest = [name == likeliest for name, (likeliest, _) in zip(said["tokens"][1:], top, strict=False)]
+    as_likely = [p >= best - 1e-6 for p, (_, best) in zip(said["token_logprobs"][1:], top, strict=False)]
+    assert likeliest == as_likely
+
+
 def test_scores_of_a_prompt_that_are_nan_are_null(server, monkeypatch):
     def nowhere(model, ids):
         unknown = np.full(len(ids), np.nan, np.float32)

@@ -106,8 +106,8 @@ class Answer:
             pairs = zip(scores.likeliest[:-1].tolist(), scores.largest[:-1].tolist(), strict=True)
             ids = [*prompt, *ids]
             log_probs = [None, *scores.log_probs.tolist(), *log_probs]  # of the first token nothing is said
-            likeliest = [None, *({self._name([token]): p} for token, p in pairs), *likeliest]
-        names = [self._name([i]) for i in ids]
+            likeliest = [None, *({self._token_name(token): p} for token, p in pairs), *likeliest]
+        names = [self._token_name(i) for i in ids]
         if not self._chat:
             return {"tokens": names, "token_logprobs": log_probs, "top_logprobs": likeliest, "text_offset": None}
         entries = zip(names, log_probs, strict=True)
@@ -116,6 +116,11 @@ class Answer:
     def _name(self, ids: Sequence[int]) -> str:
         tokenizer = self._model.tokenizer
         return str(ids) if tokenizer is None else tokenizer.decode(ids)
+
+    def _token_name(self, token: int) -> str:
+        """Clients compare tokens by name, and every half of a character would have the same: those go by their ids."""
+        name = self._name([token])
+        return f"token_id:{token}" if "\N{REPLACEMENT CHARACTER}" in name else name
 
     def _usage(self) -> Json:
         prompt = sum(len(ticket.request.prompt) for ticket in self._of_prompts)
