@@ -21,6 +21,7 @@ from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.likelihood import recovery_by_ratio
 from wedlm_jax.evals.sweep import Setting, settings_of
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.experiment import Experiment, load_experiment
@@ -222,6 +223,18 @@ def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file
     assert all(row["accuracy"] is None and row["n"] == 2 for row in results["rows"])
     assert "held-out prompt 2" in shown
     assert not (tmp_path / "out" / "results.png").exists()  # nothing was scored
+
+
+def test_masks_are_recovered_in_as_many_held_out_rows_as_are_asked_for(file, call, tmp_path, monkeypatch):
+    measured = []
+
+    def recovery(model, batches, **how):
+        measured.extend(len(batch.tokens) for batch in batches)
+        return recovery_by_ratio(model, batches, **how)
+
+    monkeypatch.setattr(command, "recovery_by_ratio", recovery)
+    call("--exp", f"{file}:code", "--workdir", file.parent / "code", "--out", tmp_path)
+    assert sum(measured) == 9
 
 
 def test_chats_are_continued_behind_their_held_out_prompts_and_their_rows_measured_in_one_group(file, call, tmp_path):

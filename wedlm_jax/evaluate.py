@@ -257,12 +257,12 @@ def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[
 def evaluate_masks(plan: Plan, experiment: Experiment, console: Console) -> dict[str, Any]:
     """Loss and accuracy of masked tokens on held-out rows by mask ratio, in blocks of evaluation.block_size, and their means;
     with evaluation.in_place also without reordering."""
-    model, block_size = plan.models[ADAPTED], plan.config.block_size
+    model, block_size, asked = plan.models[ADAPTED], plan.config.block_size, plan.config.masked_loss_rows
     assert model.tokenizer is not None  # a workdir has one
-    size = min(ROWS_OF_A_FORWARD, plan.config.masked_loss_rows)
+    size = min(ROWS_OF_A_FORWARD, asked)
     data = dataclasses.replace(experiment.data, num_groups=1, num_workers=0)  # these are of training's batches
     stream = batches(data, model.tokenizer, block_size, size, plan.config.seed, "held_out")
-    rows = [next(stream) for _ in range(-(-plan.config.masked_loss_rows // size))]
+    rows = [next(stream).first_rows(asked - done) for done in range(0, asked, size)]
     results: dict[str, Any] = {}
     for reorder in (True, False) if plan.config.in_place else (True,):
         by_ratio = recovery_by_ratio(model, rows, block_size=block_size, reorder=reorder)

@@ -29,6 +29,9 @@ class PackedBatch:
     segment_ids: Array  # int32 [B, L]: 1, 2, ... in each row; 0 on padding
     document_ids: Array  # int32 [B, L]: `Example.document_id`; 0 on padding
 
+    def first_rows(self, count: int) -> PackedBatch:
+        return PackedBatch(**{name: x[:count] for name, x in vars(self).items()})
+
 
 def first_fit(lengths: Iterable[int], *, num_rows: int, row_length: int, block_size: int) -> Iterator[tuple[int, int]]:
     """The (row, start) of each document in turn, in the first row that still holds it; ends at the first that fits none.
