@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from tests.bad_input import full_disk
+from tests.data.tiny import chat_file
 from tests.evals.models import tiny_model
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
-from wedlm_jax.data.tokenizer import load_tokenizer
+from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
@@ -272,6 +273,19 @@ def test_held_out_data_that_is_asked_for_and_not_there_is_told(tmp_path):
     message = message_of(experiment, tmp_path / "run")
     assert message.startswith("train.eval_every asks for held-out data: ")
     assert message.endswith("raise data.held_out_share, or measure nothing with train.eval_every=0")
+
+
+def test_a_tokenizer_that_training_cannot_use_either_is_no_matter_of_held_out_data(tmp_path):
+    tokenizer = train_tokenizer(["Tom has three apples."], 300)
+    tokenizer.chat_template = None
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    for steps in (0, 2):
+        experiment = with_overrides(
+            "data.source=chat", f"data.path={chat_file(tmp_path)}", f"tokenizer.path={tmp_path / 'tokenizer'}",
+            "data.held_out_share=0.5", f"train.eval_every={steps}",
+        )  # fmt: skip
+        message = message_of(experiment, tmp_path / f"run {steps}")
+        assert message.startswith("the tokenizer has no chat template") and "train.eval_every" not in message
 
 
 def test_the_model_of_init_from_may_be_computed_otherwise(finished, tmp_path):

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, beside_messages
 from wedlm_jax.data.examples import Example, end_token_id
-from wedlm_jax.data.records import BadRecord
+from wedlm_jax.data.records import BadRecord, UnfitTokenizer
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError, reason
 
@@ -143,8 +143,9 @@ def write_prompt(
 
 def _require_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template; add one to its tokenizer_config.json or train on plain text"
+        raise UnfitTokenizer(
+            "the tokenizer has no chat template, which conversations need; add one to its tokenizer_config.json, name a "
+            "tokenizer that has one as tokenizer.path, or set data.plain_prompt=true if the data are prompts and completions"
         )
 
 

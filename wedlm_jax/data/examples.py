@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.data.records import BadRecord
+from wedlm_jax.data.records import BadRecord, UnfitTokenizer
 from wedlm_jax.data.tokenizer import encode_text
-from wedlm_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,5 +78,5 @@ def check_mask(example: Example, *, some_prompt: bool) -> Example:
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that ends a turn, a completion or a text."""
     if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no eos token; name the token that ends a turn as data.end_token")
+        raise UnfitTokenizer("the tokenizer has no eos token; name the token that ends a turn as data.end_token")
     return tokenizer.eos_token_id

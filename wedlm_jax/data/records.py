@@ -15,6 +15,10 @@ class BadRecord(UserError):
     """One record that cannot be learned. The stream adds the place; `data.on_bad_record` says whether it is skipped."""
 
 
+class UnfitTokenizer(UserError):
+    """The tokenizer lacks what records of this kind need, whichever they are: none is skipped for it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
     text: str

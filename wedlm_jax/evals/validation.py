@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.data.pipeline import DataConfig, batches
+from wedlm_jax.data.records import UnfitTokenizer
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.diffusion.dual_stream import next_token_targets
 from wedlm_jax.diffusion.losses import ar_loss_weights, loss_weights
@@ -55,7 +56,7 @@ class Validation:
       num_samples: completions.
 
     Raises:
-      UserError: the data has no held-out split, or none that can be read.
+      UserError: the data has no held-out split, or none that can be read; or the tokenizer lacks what the data need.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class Validation:
         try:
             stream = batches(data, tokenizer, settings.objective.block_size, rows, SEED, "held_out", own, num_shares)
             drawn = [next(stream) for _ in range(num_batches)]
+        except UnfitTokenizer:
+            raise  # training needs it, too
         except UserError as error:
             asked = f"train.eval_every asks for held-out data: {error}"
             raise UserError(f"{asked}, or measure nothing with train.eval_every=0") from error
