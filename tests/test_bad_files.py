@@ -116,8 +116,12 @@ WORKDIR = {
     ),
     "a workdir that may not be written": Case(
         "train --exp tiny.py --workdir texts/run",
-        r"texts/run: cannot be written \(permission denied\); make room or choose another --workdir",
+        r"texts/run: cannot be written \(permission denied\); allow writing there or choose another --workdir",
         around=lambda: forbidden("texts", 0o500),
+    ),
+    "checkpoints that may not be written": Case(
+        RESUME, "checkpoints/4: the checkpoint could not be written .*; the checkpoint of step 2 is kept; allow writing there,",
+        changes="stopped/metrics.jsonl", around=lambda: forbidden("stopped/checkpoints", 0o500),
     ),
     "a workdir that may not be read": Case(
         RESUME, "stopped.*: permission denied", around=lambda: forbidden("stopped")

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from wedlm_jax.distributed import any_process, is_main
-from wedlm_jax.errors import UserError, reason
+from wedlm_jax.errors import UserError, reason, room_for
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import param_axes, param_shapes
@@ -179,7 +179,7 @@ class Checkpoints:
         kept = f"the checkpoint of step {others[-1]} is kept" if others else "there is no earlier one"
         return UserError(
             f"{self._folder / str(self._saving)}: the checkpoint could not be written ({type(error).__name__}: {reason(error)}); "
-            f"{kept}; make room, then start the same command again"
+            f"{kept}; {room_for(error)}, then start the same command again"
         )
 
     def __enter__(self) -> Checkpoints:
