@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -273,6 +274,16 @@ def test_held_out_data_that_is_asked_for_and_not_there_is_told(tmp_path):
     message = message_of(experiment, tmp_path / "run")
     assert message.startswith("train.eval_every asks for held-out data: ")
     assert message.endswith("raise data.held_out_share, or measure nothing with train.eval_every=0")
+
+
+def test_a_device_with_too_little_memory_is_told_in_a_line_that_says_what_to_lower(tmp_path, monkeypatch):
+    def refused(state, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nBuffers:\n")
+
+    monkeypatch.setattr(train_module, "compile_step", lambda step, settings, mesh: refused)
+    message = message_of(EXPERIMENT, tmp_path)
+    assert "a device has too little memory (RESOURCE_EXHAUSTED: Out of memory" in message
+    assert "raise train.micro_batches, set model.remat=full" in message
 
 
 def test_a_tokenizer_that_training_cannot_use_either_is_no_matter_of_held_out_data(tmp_path):

@@ -16,7 +16,7 @@ from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
-from wedlm_jax.errors import UserError, entry
+from wedlm_jax.errors import UserError, entry, out_of_memory, reason
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
 from wedlm_jax.flags import parse
@@ -115,11 +115,19 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 
     Raises:
       UserError: something that it needs is missing or does not fit, the workdir holds another run, a checkpoint cannot be
-        written, or too many updates in a row were not finite; or a record of the data is bad, and then a single process first
-        saves the steps before it.
+        written, a device has too little memory, or too many updates in a row were not finite; or a record of the data is bad,
+        and then a single process first saves the steps before it.
     """
     with contextlib.ExitStack() as held:
-        return _train(experiment, workdir, held)
+        try:
+            return _train(experiment, workdir, held)
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"{experiment.name}: a device has too little memory ({reason(error)}); raise train.micro_batches, set "
+                "model.remat=full, or cut the model over more devices (mesh.fsdp)"
+            ) from error
 
 
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
