@@ -4,11 +4,13 @@ import copy
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -256,6 +258,14 @@ def test_a_run_is_watched(tmp_path, capsys):
     assert [path.name for path in (workdir / "profile").iterdir()] == ["step_2"]
     assert list((workdir / "profile").rglob("*.xplane.pb"))
     assert list((workdir / "tensorboard").iterdir())
+
+
+def test_every_number_that_a_run_writes_is_explained(finished):
+    page = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text()
+    table = page.partition("## What a run writes")[2].partition("\n## ")[0]
+    names = {re.sub(r"_\d\.\d\d$", "", name) for line in read_metrics(finished) for name in line}
+    assert {"mlm_loss", "grad_norm", "padding_share"} <= names
+    assert sorted(name for name in names if f"`{name}`" not in table) == []
 
 
 def test_watching_changes_nothing_that_is_learned(finished, tmp_path):
