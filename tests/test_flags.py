@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import pytest
 import tyro
 
@@ -193,6 +194,27 @@ def test_a_full_disk_under_what_is_printed_is_one_line(unbuffered):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment)
     told = "error: what is printed, or a file, cannot be written (no space left on device); make room or name another place\n"
     assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_device_with_too_little_memory_is_one_line(capsys):
+    """As in loading a model, where there is no batch to lower; another error of the device keeps its traceback."""
+
+    def main_of(message: str):
+        @entry
+        def main() -> None:
+            raise jax.errors.JaxRuntimeError(message)
+
+        return main
+
+    with pytest.raises(SystemExit) as exit:
+        main_of("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nBuffers:\n")()
+    told = capsys.readouterr().err
+    assert exit.value.code == 2 and told.count("\n") == 1
+    assert told.startswith(
+        "error: a device has too little memory (RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        main_of("INTERNAL: failed")()
 
 
 def test_another_broken_pipe_is_not_hidden():

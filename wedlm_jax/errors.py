@@ -56,9 +56,10 @@ def room_for(error: BaseException) -> str:
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
-    """Wraps a command: a `UserError`, a file that the system refuses, a full disk or a kind of device that is not there becomes
-    `error: ...` on stderr and exit status 2, without a traceback, and Ctrl-C one word and 130, as shells have it. One whose
-    reader has left (`| head`) ends there with exit status 1, silently. `--version` is answered here, for every command."""
+    """Wraps a command: a `UserError`, a file that the system refuses, a full disk, a device with too little memory or a kind of
+    device that is not there becomes `error: ...` on stderr and exit status 2, without a traceback, and Ctrl-C one word and 130,
+    as shells have it. One whose reader has left (`| head`) ends there with exit status 1, silently. `--version` is answered here,
+    for every command."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -79,6 +80,13 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
         except (AssertionError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and out_of_memory(
+                error
+            ):  # where nobody knew what to lower, as in loading
+                _exit(
+                    f"a device has too little memory ({reason(error)}); end what else uses it, cut the model over more devices "
+                    "(mesh), or do it on the CPU (JAX_PLATFORMS=cpu)"
+                )
             if not _no_device(error):
                 raise
             asked = f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}"

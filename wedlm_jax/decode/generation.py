@@ -311,7 +311,7 @@ def memory_errors(requests: Sequence[Request]) -> Iterator[None]:
         lower = "max_new_tokens" if config.sized_by is None else f"{config.sized_by} or max_new_tokens"
         raise UserError(
             f"out of memory with a batch of {len(requests)}{fed} (max_new_tokens={config.max_new_tokens}): "
-            f"pass fewer prompts at a time, or lower {lower}"
+            f"{'pass fewer prompts at a time, or ' if len(requests) > 1 else ''}lower {lower}"
         ) from error
 
 

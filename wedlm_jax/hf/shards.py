@@ -69,7 +69,9 @@ class StoredTensors:
                 f"{directory}: only pickled weights (pytorch_model.bin), never read here; save as safetensors"
             )
         else:
-            raise UserError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}")
+            raise UserError(
+                f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}; copy or download them, or convert again"
+            )
         self.shapes = {name: tuple(s.get_slice(name).get_shape()) for name, s in self._shards.items()}
         self.dtypes = {name: s.get_slice(name).get_dtype() for name, s in self._shards.items()}
 

@@ -71,7 +71,7 @@ def local_directory(path: str | Path) -> Path:
     if directory.exists():
         raise UserError(f"{path}: is a file; name the directory that holds config.json")
     if not is_hub_id(path):
-        raise UserError(f"{path}: no such directory")
+        raise UserError(f"{path}: no such directory; name one that holds config.json, a workdir or a hub id")
     return fetch_model(str(path))
 
 
