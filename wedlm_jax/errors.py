@@ -80,9 +80,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
             print("interrupted", file=sys.stderr)
             sys.exit(130)
         except (AssertionError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and out_of_memory(
-                error
-            ):  # where nobody knew what to lower, as in loading
+            if out_of_memory(error):  # where nobody knew what to lower, as in loading
                 _exit(
                     f"a device has too little memory ({reason(error)}); end what else uses it, cut the model over more devices "
                     "(mesh), or do it on the CPU (JAX_PLATFORMS=cpu)"

@@ -195,6 +195,16 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
             "message 1: the chat template leaves out the calls of this turn; use a template that writes them",
         ),
         (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
+        (
+            QWEN3_STYLE,
+            [*messages("the", "cat"), {"role": "assistant", "content": "sat"}],
+            "learned part is unknown; join it with the turn before, which is the assistant's too",
+        ),
+        (
+            QWEN25_STYLE,
+            [{"role": "assistant", "content": "cat"}, *messages("the", "sat")],
+            "message 0: a turn of the assistant's that answers nobody; give it weight 0",
+        ),
         (NO_END, TWO_TURNS, "message 1: the chat template does not end the assistant's turn with '<|im_end|>'"),
         (
             STRICT,

@@ -63,6 +63,11 @@ def from_messages(
     for number in turns:
         if not messages[number]["content"].strip() and not messages[number].get("tool_calls"):
             raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
+        if number == 0:
+            raise BadRecord(
+                "message 0: a turn of the assistant's that answers nobody; give it weight 0, so that it is read and not learned, "
+                "or take it out"
+            )
     whole = _render(tokenizer, messages, beside, generation_prompt=False)
     _check_written(whole, tokenizer, messages, beside, generation_prompt=False)
     tokens: list[int] = []
@@ -71,10 +76,12 @@ def from_messages(
     for number in turns:
         prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
         if not whole.startswith(prompt) or len(prompt) < done:
+            mend = "data.loss_on_turns=last may do, or a template that takes no thinking out of earlier turns"
+            if messages[number - 1]["role"] == "assistant":
+                mend = "join it with the turn before, which is the assistant's too"
             raise BadRecord(
                 f"message {number}: the chat template's prompt for this turn is no prefix of the whole conversation, so the "
-                "learned part is unknown (a template that takes thinking out of earlier turns does this); "
-                "data.loss_on_turns=last may do, or a template without it"
+                f"learned part is unknown; {mend}"
             )
         stop = whole.find(str(tokenizer.eos_token), len(prompt))
         if stop < 0:
