@@ -6,13 +6,14 @@ import gc
 import os
 import shutil
 import sys
+import threading
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from tests.bad_input import cut, full_disk
+from tests.bad_input import cut, forbidden, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
@@ -224,6 +225,23 @@ def test_a_disk_that_is_full_is_told_and_the_earlier_checkpoint_is_kept(tmp_path
     assert saved_steps(tmp_path) == [1]
     _, data_state = restore(tmp_path)
     assert data_state == {"next_example": [1]}
+
+
+def test_a_folder_in_which_none_can_be_made_leaves_no_thread_for_which_the_process_would_wait(tmp_path):
+    state, before = fresh_state(), set(threading.enumerate())
+    with (
+        pytest.raises(
+            UserError, match="checkpoints/1: the checkpoint could not be written .*; allow writing there, then"
+        ),
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+        forbidden(tmp_path / "checkpoints", 0o500),
+    ):
+        checkpoints.save(state, 1, {"next_example": [1]}, {"skipped_in_row": 0})
+        checkpoints.wait()
+    for thread in set(threading.enumerate()) - before:
+        if not thread.daemon:
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_what_tensorstore_tells_nobody_is_not_printed(tmp_path, monkeypatch):

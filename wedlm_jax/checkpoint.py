@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,6 +98,10 @@ class Checkpoints:
             if step in self._unreadable:
                 self._manager.delete(step)
                 self._unreadable.discard(step)
+            if is_main():
+                # Where no folder can be made, orbax's threads wait for theirs for minutes, and the process ends only behind them.
+                with tempfile.TemporaryDirectory(suffix=".orbax-checkpoint-tmp", dir=self._folder):
+                    pass
             # Forced: without it nothing is saved before the step of an unreadable checkpoint.
             self._manager.save(step, args=args, metrics={**metrics, BEST_METRIC: self._best_metric}, force=True)
         except Exception as error:
