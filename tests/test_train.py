@@ -22,6 +22,7 @@ from tests.evals.models import tiny_model
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
+from wedlm_jax import train_step
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
 from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
@@ -151,10 +152,20 @@ def test_a_signal_ends_no_run_whose_last_checkpoint_is_being_written(tmp_path, m
     assert noted_behind[2][0], "who waits for the last one first still notes signals"
 
 
-def test_a_run_may_go_on_with_other_micro_batches_and_learns_the_same(finished, tmp_path):
+@pytest.mark.parametrize("changes", [["train.micro_batches=2"], ["model.remat=full", "model.mlp_tile=8"]])
+def test_a_run_may_go_on_in_less_memory_and_learns_the_same(finished, tmp_path, monkeypatch, changes):
     workdir = shutil.copytree(finished, tmp_path / "run")
     shutil.rmtree(workdir / "checkpoints" / "6")
-    assert train(with_overrides("train.micro_batches=2"), workdir)
+    compiled = []
+
+    def compile_step(step, settings, mesh):
+        compiled.append(settings)
+        return train_step.compile_step(step, settings, mesh)
+
+    monkeypatch.setattr(train_module, "compile_step", compile_step)
+    changed = with_overrides(*changes)
+    assert train(changed, workdir)
+    assert all((s.model, s.micro_batches) == (changed.model, changed.train.micro_batches) for s in compiled)
     for name, value in load_params(finished)[1].items():
         np.testing.assert_allclose(load_params(workdir)[1][name], value, atol=1e-4, err_msg=name)
 

@@ -35,7 +35,7 @@ from wedlm_jax.data.tokenizer import TokenizerConfig
 from wedlm_jax.errors import UserError, reason
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.adapter import AdapterConfig
-from wedlm_jax.model.config import ModelConfig, ModelOverrides
+from wedlm_jax.model.config import MEANS, ModelConfig, ModelOverrides
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
@@ -67,12 +67,12 @@ __all__ = [
 
 FILE = "experiment.json"  # in the workdir
 
-# A resumed run may change these: they say where it runs, what it reports and how it is judged, not what is learned. And what
-# becomes of a bad record, which may be met after many steps: the places of the others do not depend on it.
+# A resumed run may change these: they say where and by what means it runs, what it reports and how it is judged, not what is
+# learned. And what becomes of a bad record, which may be met after many steps: the places of the others do not depend on it.
 FREE_TO_CHANGE = (
-    "mesh", "evaluation", "data.num_workers", "data.on_bad_record", "train.micro_batches", "train.log_every",
-    "train.checkpoint_every", "train.keep_checkpoints", "train.best_metric", "train.max_skipped_in_row", "train.eval_every",
-    "train.eval_batches", "train.eval_samples", "train.profile_steps", "train.tensorboard", "train.wandb",
+    "mesh", *(f"model.{name}" for name in MEANS), "evaluation", "data.num_workers", "data.on_bad_record", "train.micro_batches",
+    "train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.best_metric", "train.max_skipped_in_row",
+    "train.eval_every", "train.eval_batches", "train.eval_samples", "train.profile_steps", "train.tensorboard", "train.wandb",
 )  # fmt: skip
 
 

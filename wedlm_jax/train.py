@@ -23,6 +23,7 @@ from wedlm_jax.flags import parse
 from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
+from wedlm_jax.model.config import by_means_of
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
@@ -155,7 +156,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         prepare_workdir(experiment, initial, workdir, base, begun.init_from)
     await_prepared(workdir)
     model_file = ModelFile.read(workdir)
-    settings = experiment.step_settings(model_file.config, model_file.mask_token_id)
+    settings = experiment.step_settings(by_means_of(experiment.model, model_file.config), model_file.mask_token_id)
     tokenizer = tokenizer_of(workdir)
     data = experiment.data
     if data.self_generated is not None:

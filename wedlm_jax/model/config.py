@@ -103,3 +103,13 @@ class ModelOverrides:
         """`config` with all that is set here, computed in `dtype` where none is."""
         chosen = {name: value for name, value in vars(self).items() if value is not None}
         return dataclasses.replace(config, **{"dtype": dtype, **chosen})
+
+
+# How a training step computes what it computes, in which time and memory.
+MEANS = ("attention", "remat", "scan_layers", "mlp_tile")
+
+
+def by_means_of(asked: ModelConfig | ModelOverrides | None, config: ModelConfig) -> ModelConfig:
+    """`config` with the `MEANS` that `asked` sets."""
+    chosen = {name: getattr(asked, name, None) for name in MEANS}
+    return dataclasses.replace(config, **{name: value for name, value in chosen.items() if value is not None})
