@@ -62,6 +62,8 @@ def attend_split(
     block = min(MAX_ROWS, max(16, 1 << (rows - 1).bit_length()))
     blocks = -(-rows // block)
     splits = max(1, min(MAX_SPLITS, PROGRAMS // (B * K * blocks), -(-S // KEY_TILE)))
+    # Triton's arrays have powers of two. The places behind the splits are never written.
+    places = 1 << (splits - 1).bit_length()
 
     def by_kv_head(x_BTN: jax.Array) -> jax.Array:
         """[B, K, rows of a kv head, ...], filled up to whole blocks."""
@@ -82,8 +84,8 @@ def attend_split(
             pl.BlockSpec((1, 1, block, 1), lambda b, k, r, s: (b, k, r, s)),
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((B, K, blocks * block, splits, H), jnp.float32),
-            jax.ShapeDtypeStruct((B, K, blocks * block, splits), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, blocks * block, places, H), jnp.float32),
+            jax.ShapeDtypeStruct((B, K, blocks * block, places), jnp.float32),
         ],
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
@@ -139,10 +141,9 @@ def _merge_kernel(out_ref, lse_ref, merged_ref, *, splits: int, group: int) -> N
     """One query of one head: the outputs of its splits, weighed by their log-sum-exps. By XLA that would be three kernels."""
     b, t, n = (pl.program_id(axis) for axis in range(3))
     k, row = n // group, t * group + n % group
-    size = 1 << (splits - 1).bit_length()  # Triton's arrays have powers of two
-    is_split, places = jnp.arange(size) < splits, pl.ds(0, size)
-    lse_P = triton.load(lse_ref.at[b, k, row, places], mask=is_split, other=MASKED_SCORE)
-    out_PH = triton.load(out_ref.at[b, k, row, places, :], mask=is_split[:, None], other=0.0)
+    is_split = jnp.arange(lse_ref.shape[-1]) < splits
+    lse_P = triton.load(lse_ref.at[b, k, row, :], mask=is_split, other=MASKED_SCORE)
+    out_PH = triton.load(out_ref.at[b, k, row, :, :], mask=is_split[:, None], other=0.0)
     shares_P = jnp.exp(lse_P - jnp.max(lse_P))
     merged_H = jnp.sum(out_PH * shares_P[:, None], axis=0) / jnp.sum(shares_P)
     merged_ref[0, 0, 0] = merged_H.astype(merged_ref.dtype)
