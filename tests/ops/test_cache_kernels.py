@@ -2,6 +2,8 @@
 
 import functools
 import logging
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -164,6 +166,18 @@ def test_a_cache_whose_places_need_more_than_32_bits_is_refused():
     assert (
         split_gpu.unsupported(q, of_all) == "a cache of 9,663,676,416 keys' elements in one array has 2 ** 31 or more"
     )
+
+
+def test_a_jax_without_triton_still_decodes_by_xla():
+    """jax 0.12 says that its Triton backend of Pallas will go."""
+    program = f"""
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import wedlm_jax
+from wedlm_jax.ops.attention import cache, split_gpu
+assert split_gpu.unsupported(None, None) == "jax {jax.__version__} has no Triton backend of Pallas"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(
