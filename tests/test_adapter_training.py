@@ -90,6 +90,16 @@ def test_an_adapter_without_a_model_to_start_from_is_refused(tmp_path):
         train(dataclasses.replace(EXPERIMENT, model=model, objective=objective), tmp_path / "run")
 
 
+def test_no_adapter_of_mask_rows_is_chosen_by_a_loss_of_its_base(base, tmp_path):
+    """It is one number for all checkpoints, and the first of equals, the least trained one, would be the best."""
+    watched = dict(eval_every=2, checkpoint_every=2, best_metric="validation_ar_loss")
+    found = experiment(base)
+    with pytest.raises(
+        UserError, match="best_metric=validation_ar_loss is the base's at .* choose validation_mlm_loss"
+    ):
+        train(dataclasses.replace(found, train=dataclasses.replace(found.train, **watched)), tmp_path / "run")
+
+
 @pytest.mark.parametrize(("name", "most"), [("qwen3_0p6b_adapter", 0.01), ("qwen3_8b_adapter", 0.01)])
 def test_the_adapters_of_the_experiments_are_small(name, most):
     found = override(load_experiment(name), "data.path=chat.jsonl")

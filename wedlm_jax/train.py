@@ -157,6 +157,11 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     await_prepared(workdir)
     model_file = ModelFile.read(workdir)
     settings = experiment.step_settings(by_means_of(experiment.model, model_file.config), model_file.mask_token_id)
+    if settings.only_mask_rows and config.best_metric == "validation_ar_loss":  # of equals the first would be the best
+        raise UserError(
+            f"train.best_metric={config.best_metric} is the base's at every step, since an adapter with rows=mask changes no "
+            "other row; choose validation_mlm_loss"
+        )
     tokenizer = tokenizer_of(workdir)
     data = experiment.data
     if data.self_generated is not None:
