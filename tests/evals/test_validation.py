@@ -1,6 +1,7 @@
 """A look at held-out data: the same rows and masks each time, and the very loss that training has."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_training import EXPERIMENT, MODEL, one_device_mesh
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.pipeline import batches, make_tokenizer
 from wedlm_jax.evals.validation import SEED, Validation, prompts
 from wedlm_jax.model.parameters import init_params
@@ -113,3 +115,20 @@ def test_samples_say_what_they_are(tokenizer, params):
     assert [sample["number"] for sample in samples] == [0, 1]
     assert all(sample["decoder"] == "verified" and sample["tokens_per_forward"] >= 1 for sample in samples)
     assert all(sample["prompt"].startswith("Q:") and isinstance(sample["completion"], str) for sample in samples)
+
+
+def test_few_held_out_documents_are_told_and_none_is_shown_twice(tokenizer, params, tmp_path, capsys):
+    """They come again until the batches are full: without a word, many rows would seem to have been measured."""
+    texts = tmp_path / "few.jsonl"
+    texts.write_text("".join(json.dumps({"text": 12 * str(n)}) + "\n" for n in range(6)))
+    look = Validation(
+        DataConfig(source="text", path=str(texts), row_length=64, held_out_share=0.5),
+        dataclasses.replace(EXPERIMENT.evaluation, max_new_tokens=4, window_size=4),
+        SETTINGS, tokenizer, (2,), one_device_mesh(), rows=2, num_batches=2, num_samples=9,
+    )  # fmt: skip
+    shown = [sample["prompt"] for sample in look.samples(jax.tree.map(jnp.asarray, params), masks=True)]
+    assert 0 < len(shown) == len(set(shown)) < 6
+    told = capsys.readouterr().err
+    assert told.startswith(f"note: different held-out documents: {len(shown)}; they come again, "), told
+    validation(tokenizer)
+    assert capsys.readouterr().err == ""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +20,7 @@ from wedlm_jax.data.records import UnfitTokenizer
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.diffusion.dual_stream import next_token_targets
 from wedlm_jax.diffusion.losses import ar_loss_weights, loss_weights
+from wedlm_jax.distributed import is_main
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.tasks import prompt_of
@@ -43,7 +46,7 @@ SEED = 0
 
 
 class Validation:
-    """Held-out rows, drawn once.
+    """Held-out rows, drawn once. Where they are of so few documents that these come twice or more, a line on stderr says so.
 
     Args:
       data: the data section of the experiment.
@@ -53,7 +56,7 @@ class Validation:
       mesh: of the training.
       rows: of a batch, over all processes; it is run in as many parts as a training step.
       num_batches: of the losses.
-      num_samples: completions.
+      num_samples: completions, of different prompts.
 
     Raises:
       UserError: the data has no held-out split, or none that can be read; or the tokenizer lacks what the data need.
@@ -85,11 +88,18 @@ class Validation:
         except UserError as error:
             asked = f"train.eval_every asks for held-out data: {error}"
             raise UserError(f"{asked}, or measure nothing with train.eval_every=0") from error
+        held_out = [tokens.tobytes() for batch in drawn for tokens, _ in documents(batch)]
+        if is_main() and len(held_out) >= 2 * (different := len(set(held_out))):
+            print(
+                f"note: different held-out documents: {different}; they come again, {len(held_out)} times in all, to fill "
+                f"train.eval_batches={num_batches}; a larger data.held_out_share, in another workdir, holds out more",
+                file=sys.stderr,
+            )
         self._batches = [place(batch, mesh) for batch in drawn]
         room = settings.model.max_position_embeddings - evaluation.max_new_tokens
         # One process alone decodes: a completion is not worth gathering the model for.
-        found = [prompt for batch in drawn for prompt in prompts(batch) if 0 < len(prompt) <= room]
-        self._prompts = found[:num_samples] if jax.process_count() == 1 else []
+        found = dict.fromkeys(tuple(one) for batch in drawn for one in prompts(batch) if 0 < len(one) <= room)
+        self._prompts = [list(one) for one in found][:num_samples] if jax.process_count() == 1 else []
 
     def measure(self, params: Params, *, masks: bool) -> dict[str, float | int | None]:
         """Losses in nats, `validation_ar_loss` and with `masks` also `validation_mlm_loss` and those by mask ratio.
@@ -132,14 +142,17 @@ class Validation:
         ]
 
 
-def prompts(batch: PackedBatch) -> list[list[int]]:
-    """The prompt of every document of packed rows."""
-    found = []
+def documents(batch: PackedBatch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of every document of packed rows, and which of them are learned."""
     for tokens, learned, segments in zip(batch.tokens, batch.loss_mask, batch.segment_ids, strict=True):
         for segment in range(1, int(segments.max()) + 1):
             inside = segments == segment
-            found.append(prompt_of(tokens[inside], learned[inside]))
-    return found
+            yield tokens[inside], learned[inside]
+
+
+def prompts(batch: PackedBatch) -> list[list[int]]:
+    """The prompt of every document of packed rows."""
+    return [prompt_of(tokens, learned) for tokens, learned in documents(batch)]
 
 
 def held_out_losses(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
