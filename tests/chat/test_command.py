@@ -60,7 +60,7 @@ def test_a_pipe_gets_the_answers_of_generate_turn_by_turn(piped, folder):
     model = load(folder / "chat")
     turns = [{"role": "user", "content": "Anna has 3 apples."}]
     (first,) = generate(model, [turns], CONFIG)
-    shown = piped(turns[0]["content"], "", "And?", "/reset", turns[0]["content"], "/quit", "never read")
+    shown = piped(turns[0]["content"], "", "And?", "/reset", f" {turns[0]['content']} ", "/quit", "never read")
     # The second prompt holds the tokens of the first answer as they were chosen, not as its text would be split.
     later = [*turns, {"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
     rendered = [render_messages(model, messages) for messages in (turns, later)]
@@ -79,6 +79,15 @@ def test_an_unknown_command_is_told_and_a_path_is_a_message(piped):
     shown = piped("/help", "/usr/bin is a folder")
     assert "/help: no such command; /reset" in shown.err
     assert shown.err.count("tokens per forward") == 1
+
+
+def test_a_base_model_continues_a_line_as_it_is_written(piped, folder):
+    """The indentation of code says what comes next."""
+    lines = ["    Tom", "Tom"]
+    indented, flush = generate(load(folder / "base"), lines, CONFIG)
+    assert indented.text != flush.text
+    shown = piped(lines[0], " /reset ", lines[1], model="base", flags=("--plain",))
+    assert shown.out == f"{indented.text}\n{flush.text}\n"
 
 
 def test_a_base_model_continues_text_only_when_asked(piped, folder, capsys):
@@ -176,7 +185,7 @@ def test_at_the_prompt_ctrl_c_is_answered_and_the_end_of_input_leaves(monkeypatc
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", typed)
-    assert list(command.spoken(Console(file=stream, force_terminal=True))) == ["hello"]
+    assert list(command.spoken(Console(file=stream, force_terminal=True))) == ["hello "]
     assert "/quit leaves" in stream.getvalue()
 
 

@@ -68,7 +68,8 @@ def chat(args: Chat, console: Console) -> None:
         others = (token for token in range(model.config.vocab_size) if token != hello[0])
         for token, length in zip(others, lengths, strict=False):
             engine.submit([token] * length, dataclasses.replace(args.decode, max_new_tokens=1)).result()
-    for said in spoken(console):
+    for line in spoken(console):
+        said = line.strip()
         if said == "/quit":
             return
         if said == "/reset":
@@ -77,6 +78,8 @@ def chat(args: Chat, console: Console) -> None:
         elif said.startswith("/") and " " not in said:
             note(notes, f"{said}: no such command; /reset starts a new conversation, /quit leaves")
         else:
+            if args.plain:  # what is to be continued counts as it is, the indentation of code above all
+                said = line
             screen = TerminalScreen(console, model.tokenizer) if console.is_terminal else PlainScreen(console)
             try:
                 started = time.perf_counter()
@@ -114,7 +117,7 @@ def answer(engine: Engine, prompt: list[int], config: DecodeConfig, screen: Scre
 
 
 def spoken(console: Console) -> Iterator[str]:
-    """The user's lines, without empty ones."""
+    """The user's lines as written, without their ends and without empty ones."""
     asks = console.is_terminal and sys.stdin.isatty()
     if asks:
         # Makes `input` edit its line: the terminal itself would drop what is typed or pasted behind 4,095 bytes, and put arrow
@@ -134,7 +137,7 @@ def spoken(console: Console) -> Iterator[str]:
         if not line and not asks:  # a line that is read has its end, and only the end of input is empty
             return
         if line.strip():
-            yield line.strip()
+            yield line.rstrip("\r\n")
 
 
 @contextlib.contextmanager
