@@ -24,6 +24,7 @@ def test_a_resumed_run_writes_no_step_twice_and_drops_half_a_line(tmp_path):
             writer.write_sample(step, {"number": 0, "completion": str(step)})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # killed here, two steps after the checkpoint
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
     with MetricsWriter(tmp_path, start_step=2) as writer:
         writer.write(3, {"loss": 30.0})
     assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30.0)]

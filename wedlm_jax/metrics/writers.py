@@ -36,7 +36,9 @@ class StepLines:
 
     def __init__(self, path: Path, *, start_step: int):
         self._path = path
-        kept = "".join(f"{line}\n" for line, record in _records(path, self._lines()) if record["step"] <= start_step)
+        with writing(path, _KEPT):
+            lines = _lines(path) if path.is_file() else []
+        kept = "".join(f"{line}\n" for line, record in _records(path, lines) if record["step"] <= start_step)
         # At once or not at all: a run that is killed here has its lines still.
         partial = path.with_name(f".{path.name}.partial")
         with writing(path, _KEPT):
@@ -52,14 +54,6 @@ class StepLines:
     def close(self) -> None:
         with writing(self._path, _KEPT):
             self._file.close()
-
-    def _lines(self) -> list[bytes]:
-        """The complete lines; a killed run may have left half a line at the end."""
-        if not self._path.is_file():
-            return []
-        with writing(self._path, _KEPT):
-            *lines, _ = self._path.read_bytes().split(b"\n")
-        return lines
 
 
 class EventFile:
@@ -166,12 +160,18 @@ def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     path = Path(workdir) / FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
-    records = [record for _, record in _records(path, path.read_bytes().splitlines())]
+    records = [record for _, record in _records(path, _lines(path))]
     for line, record in enumerate(records, 1):
         for name, value in record.items():
             if value is not None and not isinstance(value, int | float):
                 raise UserError(f"{path}:{line}: {name} is {json.dumps(value)[:40]}, no number; remove the line")
     return records
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The complete lines; a killed run may have left half a line at the end."""
+    *lines, _ = path.read_bytes().split(b"\n")
+    return lines
 
 
 def _records(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, dict[str, Any]]]:
