@@ -30,6 +30,7 @@ from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
 from wedlm_jax.metrics import TIME_FIELDS, read_metrics
+from wedlm_jax.model.config import ModelOverrides, by_means_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
@@ -168,6 +169,13 @@ def test_a_run_may_go_on_in_less_memory_and_learns_the_same(finished, tmp_path, 
     assert all((s.model, s.micro_batches) == (changed.model, changed.train.micro_batches) for s in compiled)
     for name, value in load_params(finished)[1].items():
         np.testing.assert_allclose(load_params(workdir)[1][name], value, atol=1e-4, err_msg=name)
+
+
+def test_means_of_a_whole_model_may_be_given_up_and_those_that_nothing_overrides_stay():
+    tiled = dataclasses.replace(EXPERIMENT.model, mlp_tile=8, remat="full")
+    assert by_means_of(EXPERIMENT.model, tiled) == EXPERIMENT.model
+    assert by_means_of(None, tiled) == by_means_of(ModelOverrides(), tiled) == tiled
+    assert by_means_of(ModelOverrides(remat="none"), tiled) == dataclasses.replace(tiled, remat="none")
 
 
 def test_a_finished_run_says_so_and_does_nothing(finished, capsys):

@@ -168,8 +168,8 @@ def test_a_cache_whose_places_need_more_than_32_bits_is_refused():
     )
 
 
-def test_a_jax_without_triton_still_decodes_by_xla():
-    """jax 0.12 says that its Triton backend of Pallas will go."""
+def test_without_triton_the_package_loads_and_the_kernel_is_unsupported():
+    """jax 0.12 says that its Triton backend of Pallas will go. What is unsupported is done by XLA."""
     program = f"""
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None

@@ -110,6 +110,7 @@ MEANS = ("attention", "remat", "scan_layers", "mlp_tile")
 
 
 def by_means_of(asked: ModelConfig | ModelOverrides | None, config: ModelConfig) -> ModelConfig:
-    """`config` with the `MEANS` that `asked` sets."""
-    chosen = {name: getattr(asked, name, None) for name in MEANS}
-    return dataclasses.replace(config, **{name: value for name, value in chosen.items() if value is not None})
+    """`config` by the `MEANS` of `asked`; None leaves one as it is there, but in a whole `ModelConfig`, where it is a value."""
+    chosen = {name: getattr(asked, name) for name in MEANS} if asked is not None else {}
+    whole = isinstance(asked, ModelConfig)
+    return dataclasses.replace(config, **{name: value for name, value in chosen.items() if whole or value is not None})
