@@ -56,9 +56,8 @@ def main() -> None:
         long = [prompt(flags.held) for _ in range(flags.rows - 1)]
         turns = []
         for _ in range(flags.rounds + 1):
-            for (
-                one
-            ) in long:  # in every turn, so that the timed request gets the row that was used longest ago: the last one
+            # In every turn, so that the timed request gets the row that was used longest ago: the last one.
+            for one in long:
                 engines[1].submit(one, dataclasses.replace(config, max_new_tokens=8)).result()
             turns.append([milliseconds(engine, config) for engine in engines])
         alone, beside = zip(*turns[1:], strict=True)  # the first compiles

@@ -105,9 +105,8 @@ def test_a_broken_model_file_is_named(saved, tmp_path):
         load_params(workdir)
 
 
-damaged = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # orbax leaves other reads unawaited
+# Orbax leaves other reads unawaited.
+damaged = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @damaged

@@ -96,10 +96,8 @@ def test_killed_in_a_step_in_a_save_and_after_one(train, uninterrupted, tmp_path
     assert saved_steps(tmp_path) == [4, 6]
     assert train(tmp_path) == 0, train.said()
     assert_same_end(tmp_path, uninterrupted)
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
-        "6",
-        "8",
-    ]  # nothing half written is left
+    # Nothing half written is left.
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["6", "8"]
 
 
 @pytest.mark.skipif(not FULL, reason="twenty kills: launch/test.sh --full")

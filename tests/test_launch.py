@@ -95,10 +95,11 @@ def test_a_gpu_box_starts_again_after_a_death_but_not_after_bad_input(tmp_path, 
 @pytest.mark.parametrize(
     ("lines", "status"),
     [
+        # Saves first, and is waited for.
         (
             ("trap 'saved=true' TERM", "echo ready", "until [[ -v saved ]]; do sleep 0.05; done", "sleep 0.5; exit 75"),
             75,
-        ),  # saves first, and is waited for
+        ),
         (("echo ready >&2", "exit 1"), 1),  # while the box waits to start it again
     ],
 )

@@ -146,9 +146,8 @@ def test_every_field_changes_what_is_asked_of_the_base(started, field):
     before, changed = list(started.asked), dataclasses.replace(TEXT, **{field: CHANGES[field]})
     with pytest.raises(UserError, match=f"made from something else .*{field}: .* or remove .*, and it is written anew"):
         written(started, changed)
-    (
-        started.workdir / FOLDER / MADE_FROM
-    ).unlink()  # completions of which nobody says what they were made from do not stay
+    # Completions of which nobody says what they were made from do not stay.
+    (started.workdir / FOLDER / MADE_FROM).unlink()
     written(started, changed)
     assert started.asked[len(before) :] != before
 

@@ -67,9 +67,8 @@ def _package_imports(file: Path, package: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import; write the whole path"
             if _top(node.module) == package.name:
-                for (
-                    alias
-                ) in node.names:  # `from package import module` names a module, `from module import name` does not
+                # `from package import module` names a module, `from module import name` does not.
+                for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
                     yield inner if inner in _modules(package) else node.module
 

@@ -47,9 +47,8 @@ _SECONDS_BETWEEN_LOOKS = 0.02  # while a checkpoint is being written
 
 Step = int | Literal["best"] | None  # of a checkpoint; None: the newest
 
-logging.getLogger("absl").setLevel(
-    logging.CRITICAL
-)  # orbax tells every save in ten lines, and a failed one in a hundred
+# Orbax tells every save in ten lines, and a failed one in a hundred.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 class Checkpoints:

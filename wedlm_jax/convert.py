@@ -115,9 +115,8 @@ def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) ->
 
     logging.disable_progress_bar()
     raw: dict[str, Any] = read_json(directory / "config.json")
-    is_qwen3 = raw["model_type"] == "qwen3" or raw.get(
-        "qk_norm", False
-    )  # a wedlm forward pass is that of one of the two
+    # A wedlm forward pass is that of one of the two.
+    is_qwen3 = raw["model_type"] == "qwen3" or raw.get("qk_norm", False)
     model_class, config_class = (Qwen3ForCausalLM, Qwen3Config) if is_qwen3 else (Qwen2ForCausalLM, Qwen2Config)
     fields = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map", "architectures")}
     model = model_class.from_pretrained(

@@ -146,9 +146,8 @@ def _one_line(box: str) -> str:
         if not words and said:
             break
         said += words
-    return re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(
-        ".:"
-    )  # the name of a class or section says nothing
+    # The name of a class or section says nothing.
+    return re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(".:")
 
 
 def spell_none(arguments: Sequence[str]) -> list[str]:

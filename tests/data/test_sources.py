@@ -132,9 +132,8 @@ def test_a_prompt_of_messages_without_a_completion_of_messages_is_bad(tmp_path, 
 
 def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):
     text = [write_lines(tmp_path / f"{n}.jsonl", CHATS[n : n + 2]).read_bytes() for n in (0, 2, 4)]
-    (tmp_path / "0.jsonl").write_bytes(
-        b"\n" + text[0].replace(b"\n", b"\r\n\r\n").rstrip()
-    )  # empty lines; no last line end
+    # Empty lines; no last line end.
+    (tmp_path / "0.jsonl").write_bytes(b"\n" + text[0].replace(b"\n", b"\r\n\r\n").rstrip())
     (tmp_path / "2.jsonl").unlink(), (tmp_path / "4.jsonl").unlink()
     (tmp_path / "2.jsonl.gz").write_bytes(gzip.compress(text[1]))
     (tmp_path / "deep").mkdir()

@@ -147,10 +147,6 @@ def test_the_benchmark_of_a_forward_finds_the_copies_of_a_stack_alone(monkeypatc
     forward_for_gpu.main()
     stack, apart, split, joined = (line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[-4:])
     assert [float(cells[1]) > 0 for cells in (stack, apart, split, joined)] == [True, False, False, False]  # GB
-    assert [int(cells[3]) for cells in (stack, apart, split, joined)] == [
-        8,
-        8,
-        0,
-        0,
-    ]  # waits for the host, one in a layer
+    # Waits for the host, one in a layer.
+    assert [int(cells[3]) for cells in (stack, apart, split, joined)] == [8, 8, 0, 0]
     assert int(joined[2]) <= int(split[2])  # kernels

@@ -141,9 +141,8 @@ def test_lookup_fills_its_window_with_text_that_repeats_itself():
     model = reciting_model([5] * 24, vocab_size=11, mask_token_id=MASK)
     completion = generate(model, [[5]], config_of("lookup", max_new_tokens=24))[0]
     assert completion.ids == [5] * 24
-    assert (
-        completion.stats.forwards <= 9
-    )  # windows of 4, once three tokens are matched; with one draft each it would be 13
+    # Windows of 4, once three tokens are matched; with one draft each it would be 13.
+    assert completion.stats.forwards <= 9
 
 
 def test_lookup_needs_no_mask_id_and_copies_in_few_forwards():

@@ -126,9 +126,8 @@ def test_the_pieces_of_the_pattern_make_up_the_dense_mask(in_block):
     dense[:, :L, :L], dense[:, L:, :L], dense[:, L:, L:] = (
         seen(x, L) for x in (memory, prefix, pattern.block_ranges())
     )
-    real = (
-        np.concatenate([segment_ids, segment_ids], axis=1) > 0
-    )  # padding sees padding, and nobody reads what it computes
+    # Padding sees padding, and nobody reads what it computes.
+    real = np.concatenate([segment_ids, segment_ids], axis=1) > 0
     expected = visibility(segment_ids, block_size=J, in_block=in_block)
     np.testing.assert_array_equal(dense[real], expected[real])
 

@@ -16,13 +16,13 @@ DECODERS = tuple(LOOPS) if FULL else ("streaming_eager", "verified")
 
 
 def test_staggered_requests_equal_the_list_based_reference():
-    served = Engine(
-        tiny_model(), rows=2, context=32, steps=2, queue=20
-    )  # one for all cases: rows are used again and again
+    # One for all cases: rows are used again and again.
+    served = Engine(tiny_model(), rows=2, context=32, steps=2, queue=20)
     compared, discarded, waited = 0, 0, 0
+    # Runs of two steps before each, and the request.
     arrivals = st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from(DECODERS).flatmap(requests)), min_size=3, max_size=6
-    )  # runs of two steps before each, and the request
+    )
 
     @settings(max_examples=examples(25, 1200))
     @given(arrivals)

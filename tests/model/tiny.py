@@ -36,9 +36,8 @@ def params(config: ModelConfig = TINY) -> dict[str, jax.Array]:
     for name, like in shapes.items():
         random = np.random.default_rng([*name.encode()])
         noise = random.normal(size=like.shape) * (0.3 if like.ndim > 1 and "kernel" in name else 0.5)
-        with (
-            jax.ensure_compile_time_eval()
-        ):  # the first caller may be inside a jit, and what is cached must not be a tracer
+        # The first caller may be inside a jit, and what is cached must not be a tracer.
+        with jax.ensure_compile_time_eval():
             noisy[name] = jnp.asarray(noise + name.endswith("scale"), like.dtype)
     return noisy
 

@@ -16,9 +16,8 @@ class EvaluationConfig:
     """Held-out tasks and text, and the decoders that are compared on them."""
 
     tasks: tuple[str, ...] = ("word_problems", "counting", "copying")
-    questions: str | None = (
-        None  # a JSONL file of questions with answers (evals/questions.py): one more task, of all its lines
-    )
+    # A JSONL file of questions with answers (evals/questions.py): one more task, of all its lines.
+    questions: str | None = None
     match: Match = "number"  # what of a completion has to equal the same of its answer: evals/scoring.py
     problems_per_task: int = 100  # at most: counting has fewer that are held out; the table gives each n
     held_out_files: int = 0  # files of stdlib_code whose bits per byte are measured; 0 = none

@@ -52,9 +52,8 @@ def forward_costs(model: Model, context: int, rounds: int, tell: Callable[[str],
 
     def program(slots: int) -> Program:
         most = max(allocated, context + slots)
-        masks = (
-            0 if model.config.adapter is None else slots // 2
-        )  # about half of what a window feeds; an adapter runs on these
+        # About half of what a window feeds; an adapter runs on these.
+        masks = 0 if model.config.adapter is None else slots // 2
         weights = model.weights_for(slots)  # held already: no further copy of them
         return forward_program(
             model.config, params, rows=1, slots=slots, context=context, allocated=most, masks=masks, weights=weights
