@@ -42,9 +42,7 @@ class Row:
         return _sizes(self.our_axes, config)
 
     def from_hf(self, tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
-        letters = self.hf_axes.replace(" ", "")
-        order = [letters.index(axis) for axis in self.our_axes.replace(" ", "")]
-        return tensor.reshape(_sizes(letters, config)).transpose(order)
+        return self.part_from_hf(tensor, self.our_shape(config))
 
     def hf_part(self, part: tuple[slice, ...], config: ModelConfig) -> tuple[slice, ...]:
         """Where in the stored tensor of one layer `part` lies, which has a slice for each of our axes.
