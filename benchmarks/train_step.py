@@ -59,8 +59,8 @@ class Flags:
     """Other than that of the shape."""
     remat: Remat = "dots"
     mlp_tile: int | None = None
-    scan_layers: bool = True
     """Tokens of a row whose MLP is computed at once, and again in the backward pass."""
+    scan_layers: bool = True
     attention: Implementation = "auto"
     adapter: int | None = None
     """Also the step of an adapter of mask rows of this rank, with the targets and masks of quickstart_adapter."""
