@@ -21,5 +21,4 @@ def qwen3_8b_sft() -> Experiment:
         name="qwen3_8b_sft",
         init_from="Qwen/Qwen3-8B",
         model=dataclasses.replace(load_experiment("qwen3_8b_cpt").model, max_position_embeddings=40_960),
-        data=dataclasses.replace(sft.data, num_groups=8),
     )
