@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from jax.sharding import AbstractMesh
 
-from wedlm_jax.data.pipeline import batches, make_tokenizer
+from wedlm_jax.data.pipeline import batches
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.experiment import DataConfig, Study, TokenizerConfig, load_named
 
 ROOT = Path(__file__).parents[1]

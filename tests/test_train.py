@@ -24,8 +24,9 @@ from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
-from wedlm_jax.data.pipeline import PackedBatches, batches, make_tokenizer
+from wedlm_jax.data.pipeline import PackedBatches, batches
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override

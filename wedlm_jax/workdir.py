@@ -20,8 +20,9 @@ from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import with_chat_template, with_end_token
-from wedlm_jax.data.pipeline import PackedBatches, make_tokenizer
+from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.distributed import is_main, of_main
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.examples import from_completion, from_tokens, label_completion
 from wedlm_jax.data.packing import pack
-from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
 from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
 TOKENIZER = make_tokenizer(TokenizerConfig(), DataConfig())

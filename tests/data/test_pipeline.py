@@ -6,10 +6,12 @@ import json
 import numpy as np
 import pytest
 
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.pipeline import DataConfig, batches, make_tokenizer
+from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import split_of
 from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
 CONFIG = DataConfig(row_length=128, num_problems=60)

@@ -17,10 +17,11 @@ import pytest
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.pipeline import batches, make_tokenizer
+from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
 END = "<|im_end|>"

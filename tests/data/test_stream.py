@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 
 from tests.conftest import examples
 from tests.data.tiny import BLOCK_SIZE, chat_file, config_of, digest, sentence, stream, tokenizer, write_lines
-from wedlm_jax.data.config import WeightedSource
+from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import from_completion
 from wedlm_jax.data.packing import PackedBatch, pack
-from wedlm_jax.data.pipeline import DataConfig, batches, make_tokenizer
+from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import QuickstartProblems
 from wedlm_jax.data.reading import Reader
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
 BATCHES = 12

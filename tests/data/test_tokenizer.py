@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 from tests.data.tiny import config_of
 from tests.data.tiny import tokenizer as tiny_tokenizer
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
 from wedlm_jax.data.quickstart_tasks import QuickstartProblems
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import (
@@ -28,6 +28,7 @@ from wedlm_jax.data.tokenizer import (
     train_tokenizer,
     vocabulary_rows,
 )
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
 TOKENIZER = make_tokenizer(TokenizerConfig(vocab_size=576), DataConfig())

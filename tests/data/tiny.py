@@ -11,8 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.packing import PackedBatch
-from wedlm_jax.data.pipeline import DataConfig, PackedBatches, batches
+from wedlm_jax.data.pipeline import PackedBatches, batches
 from wedlm_jax.data.tokenizer import train_tokenizer
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "red", "bird", "in", "tall", "tree", "by", "lake")

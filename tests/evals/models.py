@@ -4,8 +4,9 @@ import functools
 
 from flax import nnx
 
-from wedlm_jax.data.pipeline import DataConfig, make_tokenizer
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.transformer import Transformer

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tests.decode.test_precision_and_mesh import cut_over
 from tests.evals.models import tiny_model
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.packing import PackedBatch
-from wedlm_jax.data.pipeline import DataConfig, batches
+from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio, scoring_rows

@@ -10,7 +10,8 @@ import pytest
 
 from tests.tiny_training import EXPERIMENT, MODEL, one_device_mesh
 from wedlm_jax.data.config import DataConfig
-from wedlm_jax.data.pipeline import batches, make_tokenizer
+from wedlm_jax.data.pipeline import batches
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.evals.validation import SEED, Validation, prompts
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.train_state import new_state

@@ -17,10 +17,7 @@ from wedlm_jax.data.examples import Example
 from wedlm_jax.data.packing import PackedBatch, pack
 from wedlm_jax.data.reading import Reader
 from wedlm_jax.data.split import Split
-from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
-
-__all__ = ["DataConfig", "PackedBatches", "State", "batches", "make_tokenizer"]
 
 State = dict[str, list[int]]  # one int for every group, and RECORDS
 RECORDS = "records"  # in a state: the number of records of each source

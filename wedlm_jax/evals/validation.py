@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
+from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.packing import PackedBatch
-from wedlm_jax.data.pipeline import DataConfig, batches
+from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.records import UnfitTokenizer
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.diffusion.dual_stream import next_token_targets
