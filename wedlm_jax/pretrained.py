@@ -23,7 +23,7 @@ from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
-from wedlm_jax.hf.tokenizer import choose_mask_token_id, load_tokenizer
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, tokenizer_in
 from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType, ModelConfig
@@ -243,7 +243,7 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     declared = ModelFile.read(workdir)
     config, params = load_params(workdir, step, mesh)
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
-    tokenizer = load_tokenizer(workdir / "tokenizer")
+    tokenizer = tokenizer_in(workdir / "tokenizer")
     if mask_token_id is None:
         mask_token_id = declared.mask_token_id
     else:

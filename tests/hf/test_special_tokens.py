@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from wedlm_jax.data.tokenizer import train_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.export import save_hf
-from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files, load_tokenizer, resolve_mask_token_id
+from wedlm_jax.hf.tokenizer import choose_mask_token_id, copy_tokenizer_files, resolve_mask_token_id, tokenizer_in
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 
@@ -46,10 +46,10 @@ def test_a_tokenizer_that_only_the_models_config_says_how_to_read_is_kept_whole(
     trained = train_tokenizer(["the cat sat on the mat"] * 3, 280)
     trained.backend_tokenizer.model.save(str(given))
     (given / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    read = load_tokenizer(given)
+    read = tokenizer_in(given)
     copy_tokenizer_files(given, read, kept)
     assert (kept / "merges.txt").read_bytes() == (given / "merges.txt").read_bytes()
-    again, text = load_tokenizer(kept), "the cat<|endoftext|> sat on a mat"
+    again, text = tokenizer_in(kept), "the cat<|endoftext|> sat on a mat"
     assert again(text).input_ids == read(text).input_ids and again.eos_token_id == read.eos_token_id is not None
 
 
@@ -189,7 +189,7 @@ def test_tokenizer_files_are_carried_along_unchanged(copy_of, tmp_path):
     save_hf(load_hf(directory), tmp_path / "out", "qwen3")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (directory / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
-    assert load_tokenizer(tmp_path / "out")("w1 w2")["input_ids"] == [1, 2]
+    assert tokenizer_in(tmp_path / "out")("w1 w2")["input_ids"] == [1, 2]
 
 
 def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.data.chat_template import templates_of
-from wedlm_jax.data.tokenizer import load_tokenizer as read_tokenizer
-from wedlm_jax.data.tokenizer import save_tokenizer, vocabulary_rows
+from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import read_json, token_ids
 from wedlm_jax.model.config import ModelConfig
@@ -33,11 +32,11 @@ GENERATION_FILE = "generation_config.json"
 OFFICIAL_MASK_TOKEN_ID = 151_665
 
 
-def load_tokenizer(directory: Path) -> Any | None:
+def tokenizer_in(directory: Path) -> Any | None:
     """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         return None
-    return read_tokenizer(directory)
+    return load_tokenizer(directory)
 
 
 def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:

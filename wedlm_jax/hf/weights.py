@@ -16,7 +16,7 @@ from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.hub import fetch_model, is_hub_id
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
 from wedlm_jax.hf.shards import StoredTensors, mismatches, names_on_one_line, require_contents
-from wedlm_jax.hf.tokenizer import load_tokenizer, resolve_eos_token_ids, resolve_mask_token_id
+from wedlm_jax.hf.tokenizer import resolve_eos_token_ids, resolve_mask_token_id, tokenizer_in
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import Model
@@ -43,7 +43,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
     file = directory / "config.json"
     raw = read_json(file)
     config = from_hf(raw, file, resolve_dtype(dtype))
-    tokenizer = load_tokenizer(directory)
+    tokenizer = tokenizer_in(directory)
     mask_token_id = resolve_mask_token_id(config, raw, file, tokenizer, mask_token_id)
     eos_token_ids = resolve_eos_token_ids(config, raw, directory, tokenizer)
     transformer = transformer_from(config, read_params(directory, config, mesh=mesh))
