@@ -15,6 +15,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.revision import revision
 
 MODEL_FILE = "model.json"
+TOKENIZER_FOLDER = "tokenizer"  # beside it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,7 @@ from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.int8 import in_int8, on_host
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
-from wedlm_jax.model_file import MODEL_FILE, Base, ModelFile
+from wedlm_jax.model_file import MODEL_FILE, TOKENIZER_FOLDER, Base, ModelFile
 from wedlm_jax.ops.attention import asked_elsewhere
 from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
@@ -243,7 +243,8 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     declared = ModelFile.read(workdir)
     config, params = load_params(workdir, step, mesh)
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
-    tokenizer = tokenizer_in(workdir / "tokenizer")
+    files = workdir / TOKENIZER_FOLDER
+    tokenizer = tokenizer_in(files)
     if mask_token_id is None:
         mask_token_id = declared.mask_token_id
     else:
@@ -253,7 +254,7 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     else:
         params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
     transformer = transformer_from(config, params)
-    model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, workdir / "tokenizer")
+    model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, files)
     return model if declared.base is None else dataclasses.replace(model, source=declared.named_base)
 
 

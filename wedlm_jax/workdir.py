@@ -39,11 +39,10 @@ from wedlm_jax.hf.weights import resolve_dtype
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
-from wedlm_jax.model_file import Base, ModelFile
+from wedlm_jax.model_file import TOKENIZER_FOLDER, Base, ModelFile
 from wedlm_jax.pretrained import is_workdir, load, split_step
 from wedlm_jax.results import replacing
 
-TOKENIZER_FOLDER = "tokenizer"
 DIGESTS = "digests"  # in a checkpoint, beside the place in the data: as `digests_of` gives them
 _START = ".start"  # a number of process 0, another at every start: who reads it has the same folder
 _STALE_SECONDS = 60.0  # for which NFS may tell that a file is not there that another machine has written

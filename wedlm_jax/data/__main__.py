@@ -19,6 +19,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import parse
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
 from wedlm_jax.hf.tokenizer import tokenizer_in
+from wedlm_jax.model_file import TOKENIZER_FOLDER
 from wedlm_jax.pretrained import is_workdir, locate
 
 
@@ -71,7 +72,7 @@ def find_tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:
         return make_tokenizer(experiment.tokenizer, experiment.data)
     hub = not Path(path).exists() and is_hub_id(path)
     directory = fetch_description(path) if hub else locate(path)
-    tokenizer = tokenizer_in(directory / "tokenizer" if is_workdir(directory) else directory)
+    tokenizer = tokenizer_in(directory / TOKENIZER_FOLDER if is_workdir(directory) else directory)
     if tokenizer is None:
         raise UserError(f"init_from={path} has no tokenizer; name the folder of one as tokenizer.path")
     return tokenizer
