@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.inspection import inspect, show
 from wedlm_jax.data.split import Split
+from wedlm_jax.data.tokenizer import padding_id
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import Experiment, load_experiment
@@ -53,14 +54,13 @@ def main() -> None:
             "data.self_generated=none data.source=completions data.path=WORKDIR/self_generated/completions.jsonl"
         )
     tokenizer = find_tokenizer(experiment)
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     inspection = inspect(
         Documents(experiment.data, tokenizer, experiment.train.seed, flags.split),
         flags.documents,
         num_rows=max(experiment.train.batch_size // experiment.data.num_groups, 1),
         row_length=experiment.data.row_length,
         block_size=experiment.objective.block_size,
-        pad_token_id=pad or 0,
+        pad_token_id=padding_id(tokenizer),
     )
     show(Console(), inspection, tokenizer, flags.samples)
 

@@ -17,6 +17,7 @@ from wedlm_jax.data.examples import Example
 from wedlm_jax.data.packing import PackedBatch, pack
 from wedlm_jax.data.reading import Reader
 from wedlm_jax.data.split import Split
+from wedlm_jax.data.tokenizer import padding_id
 from wedlm_jax.errors import UserError
 
 State = dict[str, list[int]]  # one int for every group, and RECORDS
@@ -247,10 +248,9 @@ def batches(
             f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
         )
     own = config.num_groups // process_count
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     return PackedBatches(
         Documents(config, tokenizer, seed, split),
         groups=range(process_index * own, (process_index + 1) * own), num_groups=config.num_groups,
         rows_per_group=batch_size // config.num_groups, row_length=config.row_length, block_size=block_size,
-        pad_token_id=pad or 0, num_workers=config.num_workers,
+        pad_token_id=padding_id(tokenizer), num_workers=config.num_workers,
     )  # fmt: skip

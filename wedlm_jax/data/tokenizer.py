@@ -131,6 +131,12 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The token that fills a row up: pad, else eos, else 0; no document sees it, and nothing of it is learned."""
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return pad or 0
+
+
 def vocabulary_rows(tokenizer: PreTrainedTokenizerBase) -> int:
     """Rows that a table of its tokens needs: one more than the largest id, which is more than there are tokens where ids have
     gaps. Slow of a large vocabulary."""
