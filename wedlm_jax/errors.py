@@ -35,6 +35,15 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Around what reads `path`: where the system does not, at once or in the midst of training, a `UserError` names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
+
+
+@contextlib.contextmanager
 def writing(path: Path, mend: str = "make room or name another place") -> Iterator[None]:
     """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it. Where it
     may not, no room helps, and the mend says so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import gzip
 import json
 import os
@@ -18,7 +17,7 @@ import pyarrow
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.records import BadRecord, Raw, Record
-from wedlm_jax.errors import UserError, reason, shown
+from wedlm_jax.errors import UserError, reading, reason, shown
 
 _COMPRESSIONS = ("", ".gz", ".zst")
 ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in _COMPRESSIONS)
@@ -63,7 +62,7 @@ class JsonLines:
         start, end = (int(offset) for offset in offsets[lines[index] : lines[index] + 2])
         if (data := self._data()) is not None:
             return data[start:end].strip()
-        with _reading(self._path):
+        with reading(self._path):
             if self._file is None:
                 self._file = self._path.open("rb")
             return os.pread(self._file.fileno(), end - start, start).strip()
@@ -94,7 +93,7 @@ class JsonLines:
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:
-            with _reading(self._path):
+            with reading(self._path):
                 self._offsets, self._lines = _line_offsets(self._chunks())
             if not len(self._lines):
                 raise UserError(f"{self._path}: the file is empty; a record is one line of JSON")
@@ -123,15 +122,6 @@ class JsonLines:
                     f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
                 ) from None
         return self._decompressed
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """A file that the system does not read, at once or in the midst of training, is told by name."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({reason(error)})") from None
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.data.tokenizer import encode_text
-from wedlm_jax.errors import UserError, reason
+from wedlm_jax.errors import UserError, reading
 
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
@@ -115,7 +114,7 @@ class TextFile:
     def fetch(self, index: int) -> bytes:
         start = self._start(index)
         # A buffer of its own size: a network disk's may be megabytes, of which a section would take one and leave the rest.
-        with self._reading(), self._path.open("rb", buffering=_SECTION) as file:
+        with reading(self._path), self._path.open("rb", buffering=_SECTION) as file:
             file.seek(start)
             return file.read(self._index()[index] - start)
 
@@ -134,7 +133,7 @@ class TextFile:
 
     def _index(self) -> list[int]:
         if self._ends is None:
-            with self._reading():
+            with reading(self._path):
                 size = self._path.stat().st_size
                 self._ends = [size] if 0 < size <= _SECTION else list(self._cut(size))
         return self._ends
@@ -149,13 +148,6 @@ class TextFile:
                     part = file.readline(_SECTION)
                 end = min(file.tell(), size)
                 yield end
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(f"{self._path}: cannot be read ({reason(error)})") from None
 
 
 class Problems:
