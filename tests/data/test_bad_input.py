@@ -191,7 +191,7 @@ def test_what_was_handed_out_before_a_bad_record_stays_valid(tmp_path):
 def test_a_mask_without_a_loss_or_without_a_prompt_is_an_error(tmp_path):
     tokens = np.array([5, 6], np.int32)
     with pytest.raises(BadRecord, match="its loss mask is all zero"):
-        check_mask(Example(tokens, np.zeros(2, bool), 0), some_prompt=False)
+        check_mask(Example(tokens, np.zeros(2, bool), 0))
     path = write_lines(tmp_path / "chat.jsonl", GOOD)
     assert f"{path}:" in (message := told(config_of(path), of_style(NO_PROMPT)))
     assert "its loss mask is all one: no token of it is prompt" in message

@@ -159,13 +159,13 @@ class Documents:
                 record.messages, tokenizer, tools=record.tools, variables=record.variables, document_id=_id(index),
                 num_end_tokens=config.num_end_tokens, loss_on_turns=config.loss_on_turns,
             )  # fmt: skip
-            return (self._whole(check_mask(example, some_prompt=True)),)
+            return (self._whole(check_mask(example)),)
         if isinstance(record, Completion):
             example = from_completion(
                 record.prompt, record.completion, tokenizer,
                 num_end_tokens=config.num_end_tokens, document_id=_id(index),
             )  # fmt: skip
-            return (self._whole(check_mask(example, some_prompt=True)),)
+            return (self._whole(check_mask(example)),)
         if isinstance(record, DecodedReply):
             tokens = [*record.prompt_ids, *record.ids]
             _check_tokens(np.array(tokens), self._rows)

@@ -66,11 +66,11 @@ def from_tokens(tokens: Sequence[int] | np.ndarray, document_id: int = 0) -> Exa
     return Example(np.array(tokens, np.int32), np.ones(len(tokens), bool), document_id)
 
 
-def check_mask(example: Example, *, some_prompt: bool) -> Example:
-    """Raises `BadRecord`: nothing is learned, or, where `some_prompt`, all is and so nothing is asked."""
+def check_mask(example: Example) -> Example:
+    """Raises `BadRecord`: nothing of a conversation or completion is learned, or all is, and so nothing is asked."""
     if not example.loss_mask.any():
         raise BadRecord("its loss mask is all zero: nothing of it is learned")
-    if some_prompt and example.loss_mask.all():
+    if example.loss_mask.all():
         raise BadRecord("its loss mask is all one: no token of it is prompt")
     return example
 
