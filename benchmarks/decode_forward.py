@@ -30,6 +30,7 @@ import tyro
 
 from benchmarks import shapes
 from benchmarks.side_by_side import machine, print_table
+from wedlm_jax.absent_devices import CHIPS
 from wedlm_jax.errors import entry
 from wedlm_jax.evals.roofline import forward_bytes
 from wedlm_jax.evals.row_cost import Program, forward_program, in_turns, median_ratio
@@ -38,11 +39,8 @@ from wedlm_jax.model.config import DType
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops.attention import Implementation
 
-# Bytes per second, from the makers' data sheets, by what jax calls the device.
-BANDWIDTH = {"NVIDIA H200": 4.8e12, "NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA A100-SXM4-80GB": 2.039e12}
-
-
-COPIES = 16
+BANDWIDTH = {chip.name: chip.hbm_bandwidth for chip in CHIPS.values()}
+COPIES = 16  # of the large array, one after the other in a call
 
 
 @dataclasses.dataclass(frozen=True)
