@@ -18,6 +18,7 @@ from wedlm_jax.decode.generation import Batch, make_request, memory_errors
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.evals.row_cost import product_seconds
 from wedlm_jax.evals.speed import Work, prompts_of
+from wedlm_jax.evals.sweep import resolved
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 
@@ -55,15 +56,14 @@ def beside(
     config = streaming_as_official(config, work.output_tokens)
     prompts = prompts_of(model, problems, work)
     requests = [make_request(model, ids, config, row=row, name="prompt") for row, ids in enumerate(prompts)]
-    config = requests[0].config
-    tau = None if config.entropy_threshold is None else config.tau
-    rule = dict(entropy_threshold=tau, distance_penalty=config.penalty)
+    settings = resolved(model, config)
+    rule = dict(entropy_threshold=settings.entropy_threshold, distance_penalty=settings.distance_penalty)
 
     theirs: list[float] = []
     ours: list[float] = []
     for turn in range(repeats + 1):
         time.sleep(PAUSE)
-        run = official.run(prompts, work.output_tokens, config.stop_ids or (), **rule)
+        run = official.run(prompts, work.output_tokens, settings.stop_ids or (), **rule)
         time.sleep(PAUSE)
         with memory_errors(requests):
             batch = Batch(model, requests)
