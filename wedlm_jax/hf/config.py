@@ -186,14 +186,6 @@ def require_fit(config: ModelConfig, arch: str) -> None:
         )
 
 
-def token_ids(value: Any, name: str, file: Path) -> tuple[int, ...]:
-    """Token ids of a field that holds an id, a list of ids or nothing."""
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise UserError(f"{file}: {name}={value!r} is neither a token id nor a list of token ids")
-    return ids
-
-
 def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
     for name, neutral in NEUTRAL.items():
         if name in raw and raw[name] not in neutral:

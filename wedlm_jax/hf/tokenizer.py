@@ -12,7 +12,7 @@ from typing import Any
 from wedlm_jax.data.chat_template import templates_of
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.errors import UserError
-from wedlm_jax.hf.config import read_json, token_ids
+from wedlm_jax.hf.config import read_json
 from wedlm_jax.model.config import ModelConfig
 
 TOKENIZER_FILES = (
@@ -74,17 +74,25 @@ def resolve_eos_token_ids(
       UserError: one of them is not a row of the vocabulary.
     """
     file = directory / GENERATION_FILE
-    stored = read_json(file).get("eos_token_id") if file.is_file() else None
-    ids = token_ids(stored, "eos_token_id", file)
+    ids = _eos_token_ids(read_json(file), file) if file.is_file() else ()
     if not ids:
         file = directory / "config.json"
-        ids = token_ids(raw_config.get("eos_token_id"), "eos_token_id", file)
+        ids = _eos_token_ids(raw_config, file)
     for token_id in ids:
         _require_in_vocabulary(token_id, config, f"{file}: eos_token_id")
     eos = getattr(tokenizer, "eos_token_id", None)
     if eos is not None and (not ids or raw_config.get("model_type") == "wedlm"):
         _require_in_vocabulary(eos, config, f"{directory}: the tokenizer's end token")
         ids = tuple(dict.fromkeys((*ids, eos)))
+    return ids
+
+
+def _eos_token_ids(raw: Mapping[str, Any], file: Path) -> tuple[int, ...]:
+    """Those of one file, whose field holds an id, a list of ids or nothing."""
+    value = raw.get("eos_token_id")
+    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise UserError(f"{file}: eos_token_id={value!r} is neither a token id nor a list of token ids")
     return ids
 
 
