@@ -119,13 +119,13 @@ def load_mauve() -> Callable[..., Any]:
     return compute_mauve
 
 
-def mauve_score(features: np.ndarray, references: np.ndarray, seed: int = 0) -> float:
+def mauve_score(features: np.ndarray, references: np.ndarray) -> float:
     """MAUVE (Pillutla et al., 2021) of continuations against references, both as features [n, D].
 
     The features are hidden states of the measured weights instead of GPT-2's, so nothing is fetched; scores compare decoders of
     one model, not models.
     """
-    return float(load_mauve()(p_features=references, q_features=features, seed=seed, verbose=False).mauve)
+    return float(load_mauve()(p_features=references, q_features=features, seed=0, verbose=False).mauve)
 
 
 def by_level(entropies: Sequence[float]) -> dict[str, list[int]]:
