@@ -67,7 +67,7 @@ UNFINISHED = "unfinished.json"  # beside results.json until that is there
 class Evaluate:
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
     """With --exp: evaluation.field=value, such as evaluation.problems_per_task=50."""
-    exp: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.py[:function]")] = None
+    exp: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.py[:FUNCTION]")] = None
     """Evaluate the trained model of an experiment, as its `evaluation` section says."""
     workdir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where the experiment was trained, its newest step (DIR@500 and DIR@best name another); runs/NAME if not given."""
