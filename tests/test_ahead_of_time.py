@@ -104,7 +104,7 @@ def test_rows_past_the_context_are_refused_as_training_does(eight_cpus_as_a_slic
 
 
 @pytest.mark.parametrize("topology", ["v5e:16x16", "v5litepod:16x16", "v5 lite:16x16"])
-def test_aliases_of_a_chip(topology):
+def test_aliases_of_a_chip_name_one_topology(topology):
     assert canonical(topology) == "v5e:16x16"
 
 

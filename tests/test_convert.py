@@ -80,7 +80,7 @@ def test_an_unknown_arch_is_refused(monkeypatch, capsys, tmp_path):
     assert "llama" in capsys.readouterr().err
 
 
-def test_version(monkeypatch, capsys):
+def test_version_is_told_without_any_other_flag(monkeypatch, capsys):
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == f"wedlm_jax {__version__}\n"
 

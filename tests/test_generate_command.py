@@ -496,7 +496,7 @@ def test_a_model_without_tokenizer_takes_ids_and_writes_no_text(directory, tmp_p
     assert "text" not in line and len(line["ids"]) == 3
 
 
-def test_version(call, capsys):
+def test_version_is_told_without_any_other_flag(call, capsys):
     call("--version")
     assert capsys.readouterr().out.startswith("wedlm_jax ")
 

@@ -39,7 +39,7 @@ def run(script: str, *arguments: str, **environment: str) -> subprocess.Complete
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.glob("*.sh")))
-def test_it_parses(script):
+def test_every_script_parses(script):
     subprocess.run(["bash", "-n", str(LAUNCH / script)], check=True)
 
 

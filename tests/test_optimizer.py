@@ -35,7 +35,7 @@ def rates(total_steps: int = 10, **fields) -> np.ndarray:
     return np.array([learning_rate(config, jnp.asarray(step), total_steps) for step in range(total_steps + 1)])
 
 
-def test_schedules():
+def test_a_schedule_warms_up_and_ends_at_its_last_rate():
     np.testing.assert_allclose(rates(schedule="constant", warmup_steps=2), [0, 1, *[2] * 9])
     np.testing.assert_allclose(rates(schedule="linear"), np.linspace(2, 0, 11), atol=1e-6)
     cosine = rates(schedule="cosine", warmup_ratio=0.25, final_fraction=0.5)  # int(2.5) = 2 steps of warm-up

@@ -92,12 +92,12 @@ def test_an_adapter_is_no_model(tmp_path):
 
 
 @pytest.mark.parametrize("path", [None, "", 3])
-def test_no_path_is_refused(path):
+def test_a_path_that_names_nothing_is_refused(path):
     with pytest.raises(UserError, match="name a directory, or a hub id"):
         load(path)
 
 
-def test_a_file_says_so(tmp_path):
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path):
     shutil.copy(ORACLE / "qwen3_plain" / "model" / "model.safetensors", tmp_path)
     with pytest.raises(UserError, match="is a file; name the directory"):
         load(tmp_path / "model.safetensors")

@@ -78,11 +78,11 @@ CHANGES = {
     "num_groups": (PART, {"num_groups": 2}),
 }
 ELSEWHERE = {
-    "chat_template_kwargs": "test_chat_template_kwargs",
+    "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
     "subset": "test_subset_reaches_the_library",
-    "on_bad_record": "test_on_bad_record",
-    "num_workers": "test_num_workers",
-    "self_generated": "test_self_generated",
+    "on_bad_record": "test_on_bad_record_leaves_the_record_out_or_raises",
+    "num_workers": "test_num_workers_make_the_batches_in_other_processes",
+    "self_generated": "test_self_generated_says_how_many_prompts_are_taken",
 }
 
 
@@ -111,7 +111,7 @@ def test_changing_a_field_changes_the_batches(folder, field):
     assert found[0] != found[1]
 
 
-def test_on_bad_record(folder):
+def test_on_bad_record_leaves_the_record_out_or_raises(folder):
     documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="skip"), tokenizer(), 0, "train")
     assert len([i for i in range(31) if documents[i].skipped]) == 1
     documents = Documents(config_of(folder / "bad.jsonl", on_bad_record="error"), tokenizer(), 0, "train")
@@ -119,7 +119,7 @@ def test_on_bad_record(folder):
         [documents[i] for i in range(31)]
 
 
-def test_chat_template_kwargs(folder):
+def test_chat_template_kwargs_reach_the_template(folder):
     """What it may be is tried in tests/data/test_chat_template.py."""
     made = copy.deepcopy(tokenizer())
     made.chat_template = "{{ mood }}" + made.chat_template
@@ -128,14 +128,14 @@ def test_chat_template_kwargs(folder):
     assert digest(batches[0]) != digest(batches[1])
 
 
-def test_self_generated(folder):
-    """Its own fields are tried in tests/test_self_generation.py; here only that the replies are no longer needed."""
+def test_self_generated_says_how_many_prompts_are_taken(folder):
+    """What they bring is tried in tests/test_self_generation.py."""
     own = config_of(folder / "chat.jsonl", self_generated=SelfGenerated(num_prompts=3))
     assert len(leading_prompts(own, tokenizer(), 0)) == 3
     assert len(leading_prompts(dataclasses.replace(own, self_generated=SelfGenerated()), tokenizer(), 0)) == len(CHATS)
 
 
-def test_num_workers(folder, monkeypatch):
+def test_num_workers_make_the_batches_in_other_processes(folder, monkeypatch):
     """The batches are the same by design, so what changes is who makes them."""
     asked = []
 

@@ -253,7 +253,7 @@ def test_a_table_whose_messages_hold_dates_and_decimals_is_read(tmp_path):
     assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)
 
 
-def test_parquet(tmp_path):
+def test_a_parquet_file_gives_what_its_rows_would_as_jsonl(tmp_path):
     table = pyarrow.Table.from_pylist([{"messages": record["messages"], "other": 1} for record in CHATS])
     pyarrow.parquet.write_table(table, tmp_path / "chat.parquet", row_group_size=2)
     assert epoch(config_of(tmp_path, "parquet")) == chat_texts(CHATS)

@@ -82,7 +82,7 @@ def logits(config):
 
 
 @pytest.mark.parametrize("field", fields_that_change("logits"))
-def test_logits_change(field):
+def test_changing_a_field_changes_the_logits(field):
     other = logits(changed(field))
     assert other.shape == (1, 8, 40) and other.dtype == np.float32
     assert np.abs(other - logits(TINY)).max() > 1e-3
@@ -113,7 +113,7 @@ def program(config):
 
 
 @pytest.mark.parametrize("field", fields_that_change("program"))
-def test_the_program_changes(field):
+def test_changing_a_field_changes_the_program(field):
     assert program(changed(field)) != program(TINY)
 
 

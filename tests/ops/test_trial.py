@@ -77,7 +77,7 @@ def a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_right_kernels_pass(a_gpu, dtype):
+def test_right_kernels_pass_the_trial(a_gpu, dtype):
     a_gpu(RIGHT)
     assert trial.failure("flash", *HEADS, jnp.dtype(dtype)) is None
 
@@ -93,7 +93,7 @@ def test_right_kernels_pass(a_gpu, dtype):
     ],
     ids=lambda wrong: next(iter(wrong.values())).__name__,
 )
-def test_wrong_kernels_do_not(a_gpu, wrong):
+def test_wrong_kernels_fail_the_trial(a_gpu, wrong):
     a_gpu(dataclasses.replace(RIGHT, **wrong))
     assert trial.failure("flash", *HEADS, jnp.dtype(jnp.bfloat16)).startswith("it is wrong on this GPU, by ")
 
