@@ -45,7 +45,11 @@ def from_json(cls: type[Config], text: str | bytes, source: str) -> Config:
 
 
 def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config:
-    """The config of a tree of dicts, every value checked against the type of its field; `source` opens the messages."""
+    """The config of a tree of dicts, every value checked against the type of its field; `source` opens the messages.
+
+    Raises:
+      UserError: a field is missing, unknown or not of its type, or the config itself refuses a value.
+    """
     try:
         config = pydantic.TypeAdapter(cls).validate_python(tree)
     except pydantic.ValidationError as error:

@@ -215,7 +215,7 @@ class Experiment:
 
     @classmethod
     def load(cls, workdir: str | Path) -> Experiment:
-        """The experiment that a workdir was trained as."""
+        """The experiment that a workdir was trained as. Raises `UserError` where there is none that can be read."""
         path = Path(workdir) / FILE
         try:
             return cls.from_json(path.read_bytes(), str(path))

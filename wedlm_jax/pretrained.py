@@ -192,6 +192,9 @@ def split_step(path: str | Path) -> tuple[str | Path, Step]:
     """The directory that `path` names, and the checkpoint: `runs/sft@500` or `runs/sft@best`, None where it names no other.
 
     `~` is the home directory, which no shell writes out behind an equals sign.
+
+    Raises:
+      UserError: no path.
     """
     if not isinstance(path, (str, Path)) or not str(path):
         raise UserError(f"path={path!r}: name a directory, or a hub id")

@@ -149,7 +149,11 @@ class DataConfig(SourceConfig):
 
     @property
     def parts(self) -> tuple[SourceConfig, ...]:
-        """The sources, checked: those of the mixture, else the one that this config names."""
+        """The sources, checked: those of the mixture, else the one that this config names.
+
+        Raises:
+            UserError: a source misses a field or has one that it does not read, or a mixture has no sources that can be mixed.
+        """
         self.check()
         if self.source != "mixture":
             parts: tuple[SourceConfig, ...] = (self,)

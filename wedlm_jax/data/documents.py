@@ -224,7 +224,11 @@ def with_chat_template(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -
 
 
 def with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) -> PreTrainedTokenizerBase:
-    """A tokenizer whose eos token is `end_token`; the given one where that is None."""
+    """A tokenizer whose eos token is `end_token`; the given one where that is None.
+
+    Raises:
+        UserError: the tokenizer has no such token.
+    """
     if end_token is None:
         return tokenizer
     if end_token not in tokenizer.get_vocab():

@@ -76,7 +76,7 @@ def check_mask(example: Example) -> Example:
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a turn, a completion or a text."""
+    """The token that ends a turn, a completion or a text. Raises `UnfitTokenizer` where the tokenizer has none."""
     if tokenizer.eos_token_id is None:
         raise UnfitTokenizer("the tokenizer has no eos token; name the token that ends a turn as data.end_token")
     return tokenizer.eos_token_id

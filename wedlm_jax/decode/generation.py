@@ -106,7 +106,11 @@ def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) 
 
 
 def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int, name: str) -> Request:
-    """Checks one prompt with its settings and resolves what the model decides: stop ids, the mask id, calibrated thresholds."""
+    """Checks one prompt with its settings and resolves what the model decides: stop ids, the mask id, calibrated thresholds.
+
+    Raises:
+      UserError: the prompt is not one or is too long, or a setting does not go with the model; `name` is the prompt's.
+    """
     if not isinstance(model, Model):
         raise UserError(f"model must be what wedlm_jax.load returns, not {shown(model)}")
     if not isinstance(config, DecodeConfig):
@@ -299,7 +303,7 @@ def decode_batch(
 
 @contextlib.contextmanager
 def memory_errors(requests: Sequence[Request]) -> Iterator[None]:
-    """Turns the device's out-of-memory error into one line that names what to lower."""
+    """Turns the device's out-of-memory error into a `UserError` of one line that names what to lower."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -17,7 +17,11 @@ from wedlm_jax.model.handle import Model
 def tasks_of(
     config: EvaluationConfig, data: DataConfig, model: Model, only: Task | None = None, limit: int | None = None
 ) -> list[tuple[Task, list[Problem]]]:
-    """What an evaluation decodes, with its problems: its tasks, its questions and text to continue, or `only` one task."""
+    """What an evaluation decodes, with its problems: its tasks, its questions and text to continue, or `only` one task.
+
+    Raises:
+      UserError: two tasks have one name, one has no problem to give, or its file or data cannot be read.
+    """
     tasks = [(t, config.problems_per_task) for t in ([task(name) for name in config.tasks] if only is None else [only])]
     if config.questions is not None and only is None:
         path, flag = Path(config.questions).expanduser(), "evaluation.questions"

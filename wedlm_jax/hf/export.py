@@ -51,7 +51,8 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
 
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
-    """A folder to write into. At the end it takes the place of `target`; where anything went wrong, nothing is left of it."""
+    """A folder to write into. At the end it takes the place of `target`; where anything went wrong, nothing is left of it, and a
+    system that does not write raises a `UserError`."""
     staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
     try:
         staging.mkdir(parents=True)

@@ -79,7 +79,11 @@ class StoredTensors:
         return self.read_part(name, ())
 
     def read_part(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
-        """The part of a tensor that `part` cuts out, a slice for each of its first axes; no more of the file is read."""
+        """The part of a tensor that `part` cuts out, a slice for each of its first axes; no more of the file is read.
+
+        Raises:
+          UserError: it is stored in another format than those of `DTYPES`.
+        """
         if self.dtypes[name] not in DTYPES:
             raise UserError(
                 f"{self.directory}: tensor {name} is stored as {self.dtypes[name]}; "

@@ -51,6 +51,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
 
 
 def resolve_dtype(dtype: Any) -> DType:
+    """Its name; of None what the device computes fastest in. Raises `UserError` where it is neither float32 nor bfloat16."""
     if dtype is None:
         return "float32" if jax.default_backend() == "cpu" else "bfloat16"
     try:

@@ -108,6 +108,9 @@ class Transformer(nnx.Module):
         Returns:
           The hidden states after the final norm [B, L, D], or [B, M, D] where the pattern says which of them are `read`; with
           a cache, the pair (hidden states, new cache).
+
+        Raises:
+          ValueError: a cache without a `CachedWindow`, or the other way round.
         """
         chex.assert_rank(tokens, 2)
         chex.assert_type([tokens, positions], int)
