@@ -288,7 +288,7 @@ def load_params(
     with ocp.CheckpointManager(folder, options=options, item_names=_ITEMS) as manager:
         try:
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
-        except Exception as error:  # as above
+        except Exception as error:  # of many types, as in `Checkpoints.restore`
             damaged = _damaged(folder / str(step), error)
             raise UserError(f"{damaged}; go on with its python -m wedlm_jax.train, which mends it") from error
     return config, restored["params"]
