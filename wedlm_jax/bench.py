@@ -274,7 +274,7 @@ def main() -> None:
 
 
 def refuse_what_others_ignore(args: Bench) -> None:
-    """Flags that ours would follow and what stands beside it would not."""
+    """Raises a `UserError` at a flag that our engine would follow and one that it is compared with would not."""
     if args.ignore_end and (args.decode.stop or args.decode.stop_ids):
         flag = "--stop" if args.decode.stop else "--stop-ids"
         raise UserError(f"--ignore-end decodes on behind an end, and {flag} names one; drop one of the two")

@@ -336,7 +336,7 @@ def _as_dict(state: TrainState) -> dict[str, Any]:
 
 
 def _forget_other_reads() -> None:
-    """Of each array whose read failed behind the first one asyncio would print a traceback, whenever it finds it unused."""
+    """Drops the reads that failed behind the first one: asyncio would print a traceback of each, whenever it finds it unused."""
     asyncio, hook = logging.getLogger("asyncio"), sys.unraisablehook
     asyncio.disabled, sys.unraisablehook = True, lambda unraisable: None
     gc.collect()

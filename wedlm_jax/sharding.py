@@ -117,7 +117,7 @@ def batch_parts(mesh: Mesh | None) -> int:
 
 
 def rows_of_a_device(rows: int, mesh: Mesh | None) -> int:
-    """Of a batch of so many those that a device computes: its part, or all of them where they cannot be cut evenly."""
+    """How many of the `rows` of a batch one device computes: its part, or all where they cannot be cut evenly."""
     parts = batch_parts(mesh)
     return rows if rows % parts else rows // parts
 

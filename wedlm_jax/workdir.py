@@ -130,8 +130,8 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
 
 
 def _with_places(experiment: Experiment) -> dict[str, Any]:
-    """As a tree, in which it does not matter how the path of the tokenizer is written, nor where the data that are read again
-    lie. Of self-generated text the prompts are not read again, so where they lie says which they are."""
+    """The experiment as a tree, with one spelling of its paths, and without those of data that are read again. The prompts of
+    self-generated text are not read again, so their path says which they are."""
     tree = experiment.to_dict()
     for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
         part["path"] = _place(part["path"])
@@ -147,13 +147,14 @@ def _place(path: str | None) -> str | None:
 
 
 def digests_of(data: DataConfig, stream: PackedBatches) -> list[str]:
-    """By which a run tells whether it goes on with its data: of each source a hash of its first, middle and last record. None of
+    """A hash of the first, middle and last record of each source, by which a resumed run tells its data from others. Nothing for
     self-generated text, which is held to what was written."""
     return [digest for _, _, digest in stream.fingerprints()] if data.self_generated is None else []
 
 
 def refuse_other_data(experiment: Experiment, workdir: Path, digests: list[str], saved: list[str] | None) -> None:
-    """Of data in the place where the run in `workdir` had them, others are told in a line, as a bad record may have been mended.
+    """Refuses other data in another place than the run in `workdir` had. In the same place a line tells of them: a bad record may
+    have been mended.
 
     Args:
       digests: as `digests_of` gives them.
@@ -188,8 +189,8 @@ def note_experiment(experiment: Experiment, workdir: Path) -> None:
 
 
 def pinned(experiment: Experiment) -> Experiment:
-    """With the step in `init_from` that it means to process 0 now: the newest or best one of a workdir is another once that
-    trains on. All processes must ask."""
+    """The experiment with a step in `init_from`, the one that process 0 finds now: a workdir's newest or best step is another
+    once it trains on. All processes must ask."""
     if experiment.init_from is None:
         return experiment
     place, step = split_step(experiment.init_from)
@@ -249,7 +250,7 @@ def refuse_long_rows(experiment: Experiment, model: ModelConfig) -> None:
 
 
 def shape_of(experiment: Experiment, initial: Model | None) -> ModelConfig:
-    """Of the model that is trained: of `initial`, where it starts from one."""
+    """The config of the model that is trained: that of `initial`, where it starts from one."""
     model = initial.config if initial is not None else experiment.model
     assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
     return model

@@ -65,7 +65,7 @@ class Documents:
 
     @functools.cached_property
     def _rows(self) -> int:
-        """Of a table of the tokenizer's ids; counted where a source brings ids of its own."""
+        """Rows that a table of the tokenizer's ids needs; counted only where a source brings ids of its own."""
         return vocabulary_rows(self._tokenizer)
 
     def _check_document_ends(self) -> None:

@@ -166,7 +166,7 @@ class _Pending:
 
     @property
     def place(self) -> Place:
-        """Of the first that is left: a batch is closed by an example that does not fit it."""
+        """The place of the first example that is left: one that does not fit a batch closes it."""
         return self._read[0][0]
 
 
@@ -202,7 +202,7 @@ class _Drought:
         self.reason: str | None = None  # why the last bad record was skipped
 
     def see(self, document: Document) -> bool:
-        """Counts one more; whether they have just become too many."""
+        """Counts one more, and says whether they have just become too many."""
         if document.examples:
             self._length, self.reason = 0, None
         else:

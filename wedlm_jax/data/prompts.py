@@ -17,7 +17,7 @@ from wedlm_jax.errors import UserError
 
 
 class Prompts(Documents):
-    """The stream of documents, of each its prompt alone, as an example of which nothing is learned."""
+    """The stream of documents, but of each only its prompt, as an example of which nothing is learned."""
 
     def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
         if isinstance(record, Chat):

@@ -28,6 +28,7 @@ def window_after(state: DecodeState, settings: RowSettings, lead: jax.Array, acc
 
 
 def next_window(window: jax.Array, lead: jax.Array, accepted: jax.Array) -> jax.Array:
-    """After a step with these windows [B] that accepted so many [B] of `lead` [B] slots, the pending one among them."""
+    """The next step's windows [B], after one with `window` [B] that accepted `accepted` [B] of `lead` [B] slots, the pending one
+    counted in both."""
     narrowed = jnp.where((accepted == 1) & (lead > 1), window // 2, window)
     return jnp.clip(jnp.where(2 * accepted >= window, 2 * window, narrowed), AUTO_WINDOWS[0], AUTO_WINDOWS[-1])

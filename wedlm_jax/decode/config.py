@@ -306,7 +306,7 @@ class RowSettings:
         return cls(**arrays, key=key, window_table=window_table, adapts=adapts, draws=draws)
 
     def for_rows(self, computed: int) -> RowSettings:
-        """These settings in forwards of which a device computes so many rows, not just these: by that automatic windows go."""
+        """These settings in forwards of which a device computes so many rows, not just these: automatic windows depend on it."""
         if not self.adapts:
             return self
         widest = np.full(self.window_size.shape, self.window_table.widest(computed), np.int32)

@@ -62,7 +62,7 @@ def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
 
 
 def digest_of(prompts: Sequence[Sequence[int]]) -> str:
-    """By which token ids of prompts are told from others."""
+    """A hash of token ids: it tells other prompts from these."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 

@@ -110,7 +110,7 @@ def _ordered(x: jax.Array) -> jax.Array:
 
 
 def _largest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], bits: int = 32) -> jax.Array:
-    """The largest uint32 of so many bits for which something holds that holds from 0 up to it: bit by bit, from the highest."""
+    """The largest uint32 of `bits` bits for which `holds` is true, found bit by bit; `holds` must be true from 0 up to it."""
 
     def decide(i: jax.Array, found: jax.Array) -> jax.Array:
         candidate = found | (jnp.uint32(1 << (bits - 1)) >> i.astype(jnp.uint32))

@@ -124,6 +124,6 @@ def advance(state: DecodeState, count: jax.Array) -> DecodeState:
 
 
 def placed_as(like: jax.Array, x: Any) -> jax.Array:
-    """`x` where `like` is, and committed to that device if `like` is: of arguments that are committed and of others jit makes two
-    programs."""
+    """`x` on the device of `like`, and committed to it if `like` is: jit compiles one program for arguments that are committed,
+    another for those that are not."""
     return jax.device_put(x, like.sharding) if like.committed else jnp.asarray(x)

@@ -77,12 +77,12 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
 
 
 def scored_by(flags: Any) -> dict[str, str]:
-    """For a file of results: which questions were asked and what of an answer counted; empty where they are a task's."""
+    """What a file of results says of the questions that were asked and of what counted in an answer; nothing for a task."""
     return {} if flags.questions is None else {"questions": str(flags.questions), "match": flags.match}
 
 
 def refuse_both(flags: Any, tasks: str) -> None:
-    """Refuses what does nothing of a command's `questions`, `match` and `tasks`, the name of its field of tasks.
+    """Refuses the flag that has no effect: `match` without `questions`, or with them `tasks`, the name of the command's field.
 
     Raises:
       UserError: names the flag.

@@ -206,5 +206,5 @@ def in_turns(
 
 
 def median_ratio(seconds: Sequence[float], against: Sequence[float]) -> float:
-    """Of each round: what else the machine did met both."""
+    """The median of the ratios within each round: what else the machine did then met both."""
     return statistics.median(a / b for a, b in zip(seconds, against, strict=True))

@@ -61,15 +61,15 @@ class Model:
 
     @functools.cached_property
     def window_table(self) -> WindowTable:
-        """By which window_size="auto" chooses and widths are compiled: as measured on a device of this kind, else by platform
+        """What window_size="auto" and the compiled widths go by: measured on a device of this kind, else presumed from platform
         and size."""
         presumed = presumed_table(self.transformer)
         return presumed if self.measured_windows is None else self.measured_windows.table(self, presumed)
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        """One more than the largest id that is a token. Behind the tokenizer's the rows of a vocabulary are padding; without a
-        tokenizer all are tokens."""
+        """One more than the largest id that is a token. Rows of the vocabulary past the tokenizer's ids are padding; without a
+        tokenizer all rows are tokens."""
         if self.tokenizer is None:
             return self.config.vocab_size
         return 1 + max((*self.tokenizer.get_vocab().values(), *self.eos_token_ids), default=-1)

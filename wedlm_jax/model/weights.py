@@ -114,7 +114,7 @@ def _gains_from_layers_apart(transformer: Transformer, mesh: Mesh | None) -> boo
 
 
 def _lie_on(arrays: list[jax.Array], platforms: tuple[str, ...]) -> bool:
-    """Whether they do, all on the devices of the first."""
+    """Whether they lie on one of these platforms. All are on the devices of the first."""
     return all(device.platform in platforms for array in arrays[:1] for device in array.devices())
 
 

@@ -67,6 +67,6 @@ def attend_cache(
 
 
 def smallest_context(rows: int) -> int:
-    """Slots of each row that are read at least: what more rows read adds up, so of many it pays to compile programs for fewer
-    (benchmarks/RESULTS.md, "A file of prompts")."""
+    """The fewest slots of a row that a program is compiled to read. What rows read adds up, so for many it pays to compile
+    programs that read fewer slots of each (benchmarks/RESULTS.md, "A file of prompts")."""
     return max(64, 256 // rows)
