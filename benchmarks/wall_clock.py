@@ -35,7 +35,6 @@ from wedlm_jax import DecodeConfig, Model, generate, load
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.generation import Batch, bucket, make_request
-from wedlm_jax.decode.loop import Program
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.selection import select_drafts
 from wedlm_jax.decode.state import DecodeState, advance, emit
@@ -224,13 +223,12 @@ def replay(batch: Batch, steps: Steps) -> DecodeState:
     counts = np.array([steps.lead, steps.emitted, steps.fed])
     # So that few lengths are compiled.
     padded = np.pad(counts, ((0, 0), (0, bucket(counts.shape[1]) - counts.shape[1])))
-    start = (batch.program, batch.weights, batch.state, batch.settings)
-    return _replay(*start, jnp.asarray(padded), counts.shape[1])
+    return _replay(batch.weights, batch.state, batch.settings, jnp.asarray(padded), counts.shape[1])
 
 
-@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+@functools.partial(jax.jit, donate_argnames="state")
 def _replay(
-    program: Program, weights: Weights, state: DecodeState, settings: RowSettings, counts: jax.Array, steps: jax.Array
+    weights: Weights, state: DecodeState, settings: RowSettings, counts: jax.Array, steps: jax.Array
 ) -> DecodeState:
     def step(transformer: Transformer, number: jax.Array, state: DecodeState) -> DecodeState:
         C, slots = state.window.shape[1], state.slots
