@@ -5,8 +5,8 @@ import pytest
 from tests.bad_input import forbidden
 from wedlm_jax import workdir as module
 from wedlm_jax.errors import UserError
-from wedlm_jax.experiment import Experiment
-from wedlm_jax.workdir import await_prepared, is_begun, pinned
+from wedlm_jax.experiment import Experiment, override
+from wedlm_jax.workdir import await_prepared, is_begun, pinned, refuse_another_experiment
 
 
 @pytest.fixture
@@ -97,3 +97,18 @@ def test_process_0_writes_another_number_at_every_start(folder, monkeypatch):
         await_prepared(folder)
         numbers.append((folder / ".start").read_text())
     assert numbers[0] != numbers[1]
+
+
+def refuse(folder, begun: tuple[str, ...], now: tuple[str, ...]) -> None:
+    """What is said where a run that was begun with these fields is to go on with those."""
+    experiment = Experiment("run", init_from="base")
+    (folder / "experiment.json").write_text(override(experiment, *begun).to_json())
+    refuse_another_experiment(override(experiment, *now), folder)
+
+
+def test_a_run_whose_experiment_says_nothing_of_its_model_may_go_on_with_another_remat(folder):
+    """As of `sft`: who ran out of memory had to begin anew."""
+    refuse(folder, (), ("model.remat=full", "model.mlp_tile=64"))
+    refuse(folder, ("model.remat=full",), ())
+    with pytest.raises(UserError, match=r"another experiment \(model.dtype: None -> bfloat16\)"):
+        refuse(folder, (), ("model.remat=full", "model.dtype=bfloat16"))

@@ -133,6 +133,7 @@ def _with_places(experiment: Experiment) -> dict[str, Any]:
     """The experiment as a tree, with one spelling of its paths, and without those of data that are read again. The prompts of
     self-generated text are not read again, so their path says which they are."""
     tree = experiment.to_dict()
+    tree["model"] = tree["model"] or dataclasses.asdict(ModelOverrides())  # what none says, for one that now says more
     for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
         part["path"] = _place(part["path"])
     if experiment.data.self_generated is None:
