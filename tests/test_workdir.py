@@ -112,3 +112,15 @@ def test_a_run_whose_experiment_says_nothing_of_its_model_may_go_on_with_another
     refuse(folder, ("model.remat=full",), ())
     with pytest.raises(UserError, match=r"another experiment \(model.dtype: None -> bfloat16\)"):
         refuse(folder, (), ("model.remat=full", "model.dtype=bfloat16"))
+
+
+def test_losses_of_other_held_out_batches_do_not_decide_which_checkpoint_is_the_best(folder):
+    """The first ones over more of them would win or lose by which rows these are."""
+    best = ("train.eval_every=500", "train.best_metric=validation_ar_loss")
+    with pytest.raises(UserError, match=r"eval_batches=4 -> 9, .* set train.best_metric=none"):
+        refuse(folder, best, (*best, "train.eval_batches=9"))
+    for begun, now in (
+        (best, ("train.eval_every=500",)),
+        ((), best),
+    ):  # nothing is compared, or nothing to compare with
+        refuse(folder, begun, (*now, "train.eval_batches=9"))

@@ -90,7 +90,7 @@ class TrainConfig:
     best_metric: Literal["validation_ar_loss", "validation_mlm_loss"] | None = None  # its lowest is WORKDIR@best
     max_skipped_in_row: int = 10  # stop after so many steps with a loss or gradient that is not finite
     eval_every: int = 0  # steps between two looks at held-out data; 0 = none
-    eval_batches: int = 4  # held-out batches, the same ones each time
+    eval_batches: int = 4  # held-out batches, the same ones each time; fixed where best_metric compares them
     eval_samples: int = 2  # held-out prompts that are completed and shown each time
     profile_steps: tuple[int, ...] = ()  # steps whose profiler trace goes to WORKDIR/profile
     tensorboard: bool = True  # event files in WORKDIR/tensorboard

@@ -122,6 +122,13 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
     """Raises a `UserError` that names the fields in which the run in `workdir` differs; where its data lie is for
     `refuse_other_data`."""
     saved = Experiment.load(workdir)
+    before, now = saved.train, experiment.train
+    if now.best_metric is not None and before.eval_every and now.eval_batches != before.eval_batches:
+        raise UserError(
+            f"{workdir}: train.eval_batches={before.eval_batches} -> {now.eval_batches}, but train.best_metric={now.best_metric} "
+            f"compares the losses that are there with those to come; leave it at {before.eval_batches}, or set "
+            "train.best_metric=none"
+        )
     if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
         raise UserError(
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
