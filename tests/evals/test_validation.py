@@ -86,6 +86,24 @@ def test_losses_of_several_batches_are_averaged_and_those_by_mask_ratio_over_the
         np.testing.assert_allclose(measured[f"validation_{name}"], mean, rtol=1e-5, err_msg=name)
 
 
+def test_a_batch_without_masks_counts_in_no_mean(tokenizer, params, tmp_path):
+    """Short answers to long prompts, one a batch: some drew no mask, and a loss of 0 each made the mean too good. A model that
+    knows nothing has a loss of log V, whatever was drawn."""
+    questions = ({"prompt": f"Q: {n} " + 12 * "and so on ", "completion": str(n % 10)} for n in range(40))
+    file = tmp_path / "short.jsonl"
+    file.write_text("".join(json.dumps(one) + "\n" for one in questions))
+    data = DataConfig(
+        source="chat", path=str(file), plain_prompt=True, num_end_tokens=1, row_length=128, held_out_share=0.5
+    )
+    look = Validation(
+        data, EXPERIMENT.evaluation, SETTINGS, tokenizer, (2,), one_device_mesh(), rows=1, num_batches=12, num_samples=0
+    )
+    measured = look.measure(params | {"final_norm.scale": jnp.zeros(MODEL.hidden_size)}, masks=True)
+    for name, value in measured.items():
+        if value is not None:
+            np.testing.assert_allclose(value, np.log(MODEL.vocab_size), rtol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("masks", [True, False])
 def test_micro_batches_change_no_held_out_loss(tokenizer, params, masks):
     whole, in_two = (

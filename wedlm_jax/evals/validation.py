@@ -30,7 +30,6 @@ from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.sharding import on_mesh, replicated, row_shares
 from wedlm_jax.train_step import (
-    LOSS_BY_RATIO,
     Params,
     StepSettings,
     ar_forward,
@@ -105,18 +104,17 @@ class Validation:
     def measure(self, params: Params, *, masks: bool) -> dict[str, float | int | None]:
         """Losses in nats, `validation_ar_loss` and with `masks` also `validation_mlm_loss` and those by mask ratio.
 
-        Each is normalised as in training, batch by batch, and averaged over the batches; those by mask ratio are means
-        over all masked tokens of that ratio, None where there are none.
+        Each is normalised as in training, batch by batch, and averaged over the batches, without those that have no mask or no
+        next token to learn; those by mask ratio are means over all masked tokens of that ratio. None where there are none.
         """
         losses = _compiled(held_out_losses if masks else held_out_ar_loss, self._settings, self._mesh)
-        sums: Any = None
+        totals: Any = None
         for number, batch in enumerate(self._batches):
             part = losses(params, jnp.int32(number), batch)
-            sums = part if sums is None else jax.tree.map(jnp.add, sums, part)
-        means, (by_ratio, counts) = sums
-        numbers = {name: value / len(self._batches) for name, value in means.items()}
-        numbers |= {name: by_ratio[name] / jnp.where(counts[name] > 0, counts[name], jnp.nan) for name in by_ratio}
-        return {f"validation_{name}": value for name, value in fetch(numbers).items()}
+            totals = part if totals is None else jax.tree.map(jnp.add, totals, part)
+        sums, counts = totals
+        means = {name: sums[name] / jnp.where(counts[name] > 0, counts[name], jnp.nan) for name in sums}
+        return {f"validation_{name}": value for name, value in fetch(means).items()}
 
     def samples(self, params: Params, *, masks: bool) -> list[dict[str, Any]]:
         """Completions of the held-out prompts, by verified decoding once there are masks, by AR decoding before.
@@ -157,26 +155,31 @@ def prompts(batch: PackedBatch) -> list[list[int]]:
 
 
 def held_out_losses(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
-    """Both losses of batch `number`, which also keys its masks; then the sums by mask ratio, and of how many tokens."""
+    """Both losses of batch `number`, which also keys its masks, and the sums by mask ratio; then of how many each is the sum: 1
+    for a loss that was normalised by something, and the masked tokens of that ratio."""
     streams = corrupted_streams(number, batch, settings)
     weights = loss_weights(streams, normalization=settings.objective.normalization)
-    _, parts = in_parts(
+    _, sums = in_parts(
         lambda part: ({}, wedlm_forward(params, part, settings=settings)[1]), (streams, weights), settings.micro_batches
     )
-    by_ratio = {name: parts.pop(name) for name in LOSS_BY_RATIO}
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(streams).items()}
-    return parts, (by_ratio, counts)
+    mlm = weights.mlm > 0 if settings.objective.normalization == "weights" else streams.learned
+    return sums, counts | {"mlm_loss": _any(mlm), "ar_loss": _any(weights.ar > 0)}
 
 
 def held_out_ar_loss(params: Params, number: jax.Array, batch: PackedBatch, *, settings: StepSettings) -> Any:
     """The AR loss alone, in the same form."""
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
-    _, parts = in_parts(
+    _, sums = in_parts(
         lambda part: ({}, ar_forward(params, part, settings=settings)[1]),
         (batch, targets, ar_loss_weights(labelled)),
         settings.micro_batches,
     )
-    return parts, ({}, {})
+    return sums, {"ar_loss": _any(labelled)}
+
+
+def _any(counted: jax.Array) -> jax.Array:
+    return jnp.any(counted).astype(jnp.int32)
 
 
 @functools.cache
