@@ -158,6 +158,9 @@ def test_subset_reaches_the_library(monkeypatch):
     class Rows(list):
         column_names = ("messages", "id")
 
+        def with_format(self, _):
+            return self
+
         def select_columns(self, names):
             return Rows({name: row[name] for name in names} for row in self)
 

@@ -326,6 +326,14 @@ def test_hf_dataset_from_disk_and_by_split(tmp_path):
     assert epoch(config_of(tmp_path / "files", "hf_dataset")) == chat_texts(CHATS)
 
 
+@pytest.mark.parametrize("form", [("arrow", None), ("numpy", None), ("python", ["number"])])
+def test_an_hf_dataset_is_read_as_it_is_whatever_format_it_was_saved_in(tmp_path, form):
+    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install wedlm_jax[datasets]")
+    rows = datasets.Dataset.from_list([{**one, "number": number} for number, one in enumerate(CHATS)])
+    rows.with_format(form[0], columns=form[1]).save_to_disk(str(tmp_path))
+    assert epoch(config_of(tmp_path, "hf_dataset")) == chat_texts(CHATS)
+
+
 @pytest.mark.parametrize("weights", [(0.75, 0.25), (1.0, 9.0)])
 def test_a_mixture_has_its_shares_and_every_part_its_own_epochs(tmp_path, weights):
     one = write_lines(tmp_path / "one.jsonl", [chat(number) for number in range(30)])

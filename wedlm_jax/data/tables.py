@@ -145,4 +145,5 @@ class HfTable(Table):
         except Exception as error:  # of the library, the network, or the formats below it
             raise UserError(f"data.path={self._path}, split {split!r}: cannot be loaded ({reason(error)})") from None
         self._choose(rows.column_names)
-        return rows.select_columns(self._columns)
+        # One is saved with the format that its maker last read it in: as tensors or frames, or without some columns.
+        return rows.with_format(None).select_columns(self._columns)
