@@ -267,6 +267,22 @@ def test_the_mlm_loss_by_mask_ratio_parts_the_masked_tokens():
         assert np.isnan(means[name]) if not masked.any() else 0 < means[name] < 20
 
 
+def test_a_step_without_masks_has_no_mlm_loss_and_is_no_bad_one():
+    """One token to learn in all: in about half of the steps it is no mask."""
+    batch = packed_batch()
+    one = np.zeros_like(batch.loss_mask)
+    one[0, 1] = True
+    batch = dataclasses.replace(batch, loss_mask=one)
+    state, masked = fresh_state(), set()
+    draw = jax.jit(corrupted_streams, static_argnums=2)
+    for _ in range(8):
+        some = bool(draw(state.step, batch, SETTINGS).masked.any())
+        state, metrics = compile_step(wedlm_step, SETTINGS, one_device_mesh())(state, batch)
+        assert np.isfinite(metrics["mlm_loss"]) == some and np.isfinite(metrics["loss"]) and metrics["skipped"] == 0
+        masked.add(some)
+    assert masked == {True, False}
+
+
 def useful_flops(step, settings: StepSettings, state, batch) -> float:
     """This number of a step alone: nothing that it does not depend on is compiled."""
     return jax.jit(lambda state, batch: step(state, batch, settings=settings)[1]["useful_flops"])(state, batch)
