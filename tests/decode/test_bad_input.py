@@ -37,7 +37,7 @@ FIELDS = {
     "text_drafts": [1, "no"],
     "ban_mask": [1, None],
     "reorder": [0, "none"],
-    "seed": [None, 0.5, -1, 2**32],
+    "seed": [None, 0.5, -1, 2**63],
 }
 
 

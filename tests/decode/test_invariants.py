@@ -194,6 +194,16 @@ def test_copies_differ_by_their_noise_and_repeat_with_their_seed(loop):
     assert len({tuple(c.ids) for c in generate(tiny_model(), PROMPTS[:1], cold, n=3)}) == 1
 
 
+def test_every_bit_of_a_seed_counts_and_small_ones_draw_as_jax_seeds_them():
+    config = config_of("ar", seed=0)
+    seeds = [5, 5 + 2**31, 5 + 2**32, 5 + 2**33, 5 + 2**62]
+    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    keys = RowSettings.from_configs(configs, [2] * len(seeds), tiny_model().window_table).key
+    data = [tuple(np.asarray(jax.random.key_data(key))) for key in keys]
+    assert len(set(data)) == len(seeds)
+    assert data[0] == tuple(np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(5), 2))))
+
+
 def test_decoders_in_one_call_do_not_disturb_each_other_and_copies_lie_side_by_side():
     """Two prompts of different decoders, three copies each: two batches, put back in the order of the prompts."""
     model, configs = tiny_model(), [config_of("ar"), config_of("streaming_eager")]

@@ -34,6 +34,7 @@ def settings(chat: bool = False, **fields):
         ({"entropy_threshold": "none"}, {"entropy_threshold": None}),
         ({"stop_ids": [3]}, {"stop_ids": (3,)}),
         ({"temperature": None, "stop": None, "tools": None, "model": "x", "user": "me"}, {}),
+        ({"top_k": -1}, {}),
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "tools": [], "logit_bias": {}}, {}),
     ],
 )
@@ -45,6 +46,17 @@ def test_a_field_is_the_setting_of_its_name(chat, fields, changed):
 def test_a_seed_that_is_left_out_is_another_one_each_time():
     assert len({settings()["seed"] for _ in range(5)}) > 1
     assert settings(seed=7) == {"seed": 7}
+
+
+@pytest.mark.parametrize("seed, drawn", [(2**31, 2**31), (2**63 - 1, 2**63 - 1), (-2, 2**63 - 2), (-(2**63), 0)])
+def test_a_seed_may_have_64_bits(seed, drawn):
+    assert settings(seed=seed).get("seed", 0) == drawn
+
+
+def test_minus_one_is_off_and_no_seed_as_at_other_servers():
+    defaults = dataclasses.replace(DEFAULTS, top_k=5)
+    assert read_asked({"prompt": "Tom", "top_k": -1}, defaults, chat=False).config.top_k == 0
+    assert len({settings(seed=-1)["seed"] for _ in range(5)}) > 1
 
 
 def test_the_fallback_of_the_command_is_left_to_streaming():
@@ -85,6 +97,9 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "stream": 1}, "stream=1: must be true or false"),
         (False, {"prompt": "Tom", "stream_options": True}, "stream_options=True: must be an object"),
         (False, {"prompt": "Tom", "max_tokens": 0}, "max_tokens=0"),
+        (False, {"prompt": "Tom", "top_k": -2}, "top_k=-2"),
+        (False, {"prompt": "Tom", "seed": True}, "seed=True"),
+        (False, {"prompt": "Tom", "seed": 2**63}, "seed=9223372036854775808: must fit in 64 bits"),
         (
             False,
             {"prompt": "Tom", "max_tokens": 1, "max_new_tokens": 1},

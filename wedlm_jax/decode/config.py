@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax.decode.selection import RULES
@@ -61,7 +62,7 @@ class DecodeConfig:
     stop: tuple[str, ...] = ()  # stop strings, dropped from the text
     mask_token_id: int | None = None  # None = the model's
     ban_mask: bool = True  # never choose the mask id, nor ids of no token, whose rows pad the vocabulary
-    seed: int = 0  # row k of a call draws from fold_in(key(seed), k)
+    seed: int = 0  # of at most 63 bits; row k of a call draws from fold_in(key(seed), k)
 
     def __post_init__(self) -> None:
         for name, of in (("decoder", Decoder), ("refill", Refill), ("verify", Verify), ("fill_rule", FillRule)):
@@ -75,7 +76,7 @@ class DecodeConfig:
         for name, least in (("window_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("top_k", 0), ("seed", 0)):
             if name == "window_size" and self.window_size == "auto":
                 continue
-            value = integer(name, getattr(self, name))
+            value = integer(name, getattr(self, name), bits=64 if name == "seed" else 32)
             if value < least:
                 raise UserError(f"{name}={value}: must be at least {least}")
             object.__setattr__(self, name, value)  # Python's own where it was NumPy's
@@ -200,16 +201,16 @@ class DecodeConfig:
         return max(-(-len(self.stop_ids or ()) // STOP_ID_SLOTS), 1) * STOP_ID_SLOTS
 
 
-def integer(name: str, value: object) -> int:
+def integer(name: str, value: object, bits: int = 32) -> int:
     """`value` as an int.
 
     Raises:
-      UserError: it is none, or exceeds 32 bits.
+      UserError: it is none, or exceeds so many bits, the sign among them.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UserError(f"{name}={value!r}: must be an integer")
-    if not -(2**31) <= value < 2**31:
-        raise UserError(f"{name}={value}: must fit in 32 bits")
+    if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+        raise UserError(f"{name}={value}: must fit in {bits} bits")
     return int(value)
 
 
@@ -302,7 +303,9 @@ class RowSettings:
             num_tokens=np.full(len(configs), num_tokens, "int32"),
         )
         adapts, draws = configs[0].adapts, any(c.temperature > 0 for c in configs)
-        arrays, key = _on_device(columns, column("seed", "int32"), np.array(rows, "int32"))
+        seeds = column("seed", "int64")
+        halves = (seeds >> 32).astype("uint32"), seeds.astype("uint32")
+        arrays, key = _on_device(columns, *halves, np.array(rows, "int32"))
         return cls(**arrays, key=key, window_table=window_table, adapts=adapts, draws=draws)
 
     def for_rows(self, computed: int) -> RowSettings:
@@ -315,9 +318,13 @@ class RowSettings:
 
 @jax.jit
 def _on_device(
-    columns: dict[str, np.ndarray], seeds: np.ndarray, rows: np.ndarray
+    columns: dict[str, np.ndarray], high: np.ndarray, low: np.ndarray, rows: np.ndarray
 ) -> tuple[dict[str, jax.Array], jax.Array]:
     """The columns, and a key of noise for each row: one program for all, since to transfer each by itself is most of what a call
-    costs the host."""
-    key = jax.vmap(lambda seed, row: jax.random.fold_in(jax.random.key(seed), row))(seeds, rows)
-    return columns, key  # type: ignore[return-value]
+    costs the host. Seeds come as their upper and lower 32 bits, since jax by itself takes no more than 32."""
+
+    def key_of(high: np.ndarray, low: np.ndarray, row: np.ndarray) -> jax.Array:
+        key = jax.random.key(low)
+        return jax.random.fold_in(jnp.where(high > 0, jax.random.fold_in(key, high), key), row)
+
+    return columns, jax.vmap(key_of)(high, low, rows)  # type: ignore[return-value]

@@ -39,7 +39,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
-SEEDS = 1 << 31
+SEEDS = 1 << 31  # that are drawn; clients may bring any of 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,13 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         given["max_new_tokens"] = at_least_one(name, value)
     if unknown := [name for name in given if name not in SETTINGS]:
         raise UserError(f"{shown(unknown[0])}: no such field of this request")
+    if given.get("top_k") == -1:  # vLLM's word for off
+        given["top_k"] = 0
+    if given.get("seed") == -1:  # and for none
+        del given["seed"]
     settings: dict[str, Any] = {"seed": secrets.randbelow(SEEDS), **given}
+    if type(settings["seed"]) is int and -(1 << 63) <= settings["seed"] < 0:  # as OpenAI's may be
+        settings["seed"] += 1 << 63
     if isinstance(settings.get("stop"), str):
         settings["stop"] = (settings["stop"],)
     if isinstance(tau := settings.get("entropy_threshold"), str):
