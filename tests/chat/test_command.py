@@ -90,6 +90,13 @@ def test_a_base_model_continues_a_line_as_it_is_written(piped, folder):
     assert shown.out == f"{indented.text}\n{flush.text}\n"
 
 
+def test_a_base_model_continues_what_begins_with_a_slash(piped, folder):
+    """A path or a comment is text to it; only what is a command is obeyed."""
+    (expected,) = generate(load(folder / "base"), ["//Tom"], CONFIG)
+    shown = piped("//Tom", "/reset", model="base", flags=("--plain",))
+    assert shown.out == f"{expected.text}\n" and "no such command" not in shown.err
+
+
 def test_a_base_model_continues_text_only_when_asked(piped, folder, capsys):
     with pytest.raises(SystemExit) as exit:
         piped("Tom", model="base")

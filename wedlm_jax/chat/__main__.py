@@ -3,7 +3,8 @@
 python -m wedlm_jax.chat --model DIR
 python -m wedlm_jax.chat --model DIR --plain        # a base model: it continues what you write
 
-Commands: /reset starts a new conversation, /quit or the end of input leaves. Ctrl-C ends the answer.
+Commands: /reset starts a new conversation, /quit or the end of input leaves. Ctrl-C ends the answer. With --plain any other line
+is continued, whatever it begins with.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def chat(args: Chat, console: Console) -> None:
         if said == "/reset":
             conversation.reset()
             note(notes, "a new conversation")
-        elif said.startswith("/") and " " not in said:
+        elif said.startswith("/") and " " not in said and not args.plain:  # a path or a comment may be continued
             note(notes, f"{said}: no such command; /reset starts a new conversation, /quit leaves")
         else:
             if args.plain:  # what is to be continued counts as it is, the indentation of code above all
