@@ -97,6 +97,8 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "stream": 1}, "stream=1: must be true or false"),
         (False, {"prompt": "Tom", "stream_options": True}, "stream_options=True: must be an object"),
         (False, {"prompt": "Tom", "max_tokens": 0}, "max_tokens=0"),
+        (False, {"prompt": "Tom", "max_tokens": False, "echo": True}, "max_tokens=False"),
+        (True, {"messages": [{"role": "user"}], "max_tokens": 0}, "max_tokens=0"),
         (False, {"prompt": "Tom", "top_k": -2}, "top_k=-2"),
         (False, {"prompt": "Tom", "seed": True}, "seed=True"),
         (False, {"prompt": "Tom", "seed": 2**63}, "seed=9223372036854775808: must fit in 64 bits"),

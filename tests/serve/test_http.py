@@ -145,6 +145,18 @@ def test_an_echoed_prompt_is_scored_as_lm_eval_reads_it(server):
         assert len(said["token_logprobs"]) == length + 1  # and the one that was generated
 
 
+def test_a_prompt_is_scored_alone_where_no_token_is_asked_for(server):
+    asked = {"prompt": [[5, 9, 7], [5, 20]], "logprobs": 1, "echo": True, "return_token_ids": True}
+    _, with_one = ask(server, COMPLETIONS, {**asked, "max_tokens": 1})
+    status, alone = ask(server, COMPLETIONS, {**asked, "max_tokens": 0})
+    assert (status, alone["usage"]["completion_tokens"]) == (200, 0)
+    for ours, longer, prompt in zip(alone["choices"], with_one["choices"], asked["prompt"], strict=True):
+        assert (ours["text"], ours["token_ids"]) == (chatty().tokenizer.decode(prompt), [])
+        assert (ours["finish_reason"], ours["stats"]["generated_tokens"]) == ("length", 0)
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            assert ours["logprobs"][name] == longer["logprobs"][name][: len(prompt)]
+
+
 def test_halves_of_characters_are_told_apart_by_name(server):
     """By names lm-eval finds out whether the tokens of an answer are the likeliest."""
     tokenizer = chatty().tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wedlm_jax.decode.scores import Scores, score
-from wedlm_jax.decode.stats import Completion
+from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.decode.text import Commit
 from wedlm_jax.engine import Ticket
 from wedlm_jax.model.handle import Model
@@ -88,6 +88,8 @@ class Answer:
 
     def _whole_choice(self, index: int, ticket: Ticket, scores: Scores | None) -> Json:
         completion = ticket.result()
+        if self._asked.echo_alone:
+            completion = Completion([], "length", Stats(0, 0, 0))
         text = completion.text or ""
         if self._asked.echo:
             text = self._name(ticket.request.prompt) + text
@@ -124,7 +126,7 @@ class Answer:
 
     def _usage(self) -> Json:
         prompt = sum(len(ticket.request.prompt) for ticket in self._of_prompts)
-        completed = sum(len(ticket.ids) for ticket in self._tickets)
+        completed = 0 if self._asked.echo_alone else sum(len(ticket.ids) for ticket in self._tickets)
         reused = sum(ticket.reused_tokens for ticket in self._of_prompts)
         return {
             "prompt_tokens": prompt,

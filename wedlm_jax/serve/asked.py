@@ -54,6 +54,7 @@ class Asked:
     counts_usage: bool = False  # a stream ends with an event that counts tokens
     log_probs: bool = False
     echo: bool = False  # the text of an answer begins with the prompt, whose tokens have log-probabilities too
+    echo_alone: bool = False  # and ends there; the one token that is decoded is not shown
     token_ids: bool = False
 
 
@@ -85,8 +86,10 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     limits = {name: given.pop(name) for name in LIMITS if name in given}
     if len(limits) > 1:
         raise UserError(f"{' and '.join(limits)}: are names of one thing; give one of them")
+    echo_alone = False
     for name, value in limits.items():
-        given["max_new_tokens"] = at_least_one(name, value)
+        echo_alone = echo and value == 0 and not isinstance(value, bool)
+        given["max_new_tokens"] = 1 if echo_alone else at_least_one(name, value)
     if unknown := [name for name in given if name not in SETTINGS]:
         raise UserError(f"{shown(unknown[0])}: no such field of this request")
     if given.get("top_k") == -1:  # vLLM's word for off
@@ -105,7 +108,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
     return Asked(
         prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(dict(options), "include_usage"),
-        log_probs=log_probs, echo=echo, token_ids=token_ids,
+        log_probs=log_probs, echo=echo, echo_alone=echo_alone, token_ids=token_ids,
     )  # fmt: skip
 
 
