@@ -217,6 +217,19 @@ def test_memory_is_stated_before_it_is_taken(caplog):
     assert served.cache_bytes == stated == sum(x.nbytes for x in jax.tree.leaves(group._state.cache))
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+def test_over_a_mesh_the_memory_of_all_devices_together_is_stated(rows):
+    """Rows that the data axis does not divide are held by each of its parts."""
+    served = Engine(
+        cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))), rows=rows, context=64
+    )
+    served.submit([1], config_of("ar"))
+    served._admit()
+    (group,) = served._groups.values()
+    parts = [part.data.nbytes for x in jax.tree.leaves(group._state.cache) for part in x.addressable_shards]
+    assert served.cache_bytes == sum(parts)
+
+
 def test_a_cache_beyond_the_limit_is_refused_naming_what_to_lower():
     config = talk("streaming_eager")
     size = engine().bytes_for(config)

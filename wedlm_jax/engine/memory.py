@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
-from wedlm_jax.sharding import on_mesh
+from wedlm_jax.sharding import batch_parts, on_mesh, rows_of_a_device
 
 # Cache slots of a row are rounded up to a multiple of this. Decoders whose windows differ then mostly have rows of one
 # length, and share the programs of prefill.
@@ -23,11 +23,13 @@ def cache_slots(context: int, window_slots: int) -> int:
 
 @functools.lru_cache
 def cache_bytes(config: ModelConfig, rows: int, slots: int, mesh: Mesh | None = None) -> int:
-    """Bytes of the keys and values of `rows` rows with `slots` slots each, on all devices together."""
+    """Bytes of the keys and values of `rows` rows with `slots` slots each, on all devices together. Rows that the mesh cannot cut
+    evenly are held by each of the parts that it would cut them into."""
+    held = rows_of_a_device(rows, mesh) * batch_parts(mesh)
 
     def zeros() -> KVCache:
         with on_mesh(mesh):
-            return KVCache.zeros(config, rows, slots)
+            return KVCache.zeros(config, held, slots)
 
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(zeros)))
 
