@@ -101,6 +101,19 @@ def test_a_step_is_had_by_all_that_wait_to_take_one_and_who_submits_waits_for_no
     assert len(taken) == 1
 
 
+def test_the_memory_that_is_held_can_be_asked_for_while_another_thread_opens_a_group(monkeypatch):
+    served = engine()
+    served.submit([5], talk("ar", max_new_tokens=1)).result()
+    ((key, group),) = served._groups.items()
+
+    def size(slots: int) -> int:
+        served._groups[(*key, "of another thread")] = group
+        return 7
+
+    monkeypatch.setattr(served, "_bytes", size)
+    assert served.cache_bytes == 7
+
+
 def test_who_waits_has_the_next_turn():
     turns, taken, stop = Turns(), 0, threading.Event()
     waited: list[int] = []  # turns of the other thread

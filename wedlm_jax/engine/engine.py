@@ -110,7 +110,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of the caches that are held now."""
-        return sum(self._bytes(group.slots) for group in self._groups.values())
+        return sum(self._bytes(group.slots) for group in [*self._groups.values()])
 
     def bytes_for(self, config: DecodeConfig = DecodeConfig()) -> int:
         """Bytes of the cache that the first request with such settings takes."""
