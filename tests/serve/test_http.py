@@ -19,6 +19,8 @@ from wedlm_jax import generate
 from wedlm_jax.decode.scores import Scores
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve import answer as answer_words
+from wedlm_jax.serve import service
+from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.http import Handler, Server
 
 from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, look, serving
@@ -340,6 +342,14 @@ def test_a_server_that_ends_answers_with_what_it_has():
         status, said = answer.result()
         assert (status, said["choices"][0]["finish_reason"]) == (200, "cancelled")
         assert ask(server, COMPLETIONS, {"prompt": "Tom"})[0] == 503
+
+
+def test_a_client_that_does_not_read_its_answer_is_not_taken_for_a_step_that_goes_on(monkeypatch):
+    monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
+    with serving() as server:
+        asked = read_asked({"prompt": "Tom"}, DEFAULTS, chat=False)
+        with server.service.serving(asked) as call:  # whose answer this thread never sends
+            assert server.service.close() and call.done
 
 
 @pytest.mark.parametrize("stream", [False, True])

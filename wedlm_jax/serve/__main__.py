@@ -91,12 +91,12 @@ def serve(args: Serve) -> None:
         except KeyboardInterrupt:
             say("ending; once more ends at once")
         try:
-            answered = server.service.close()
+            stopped = server.service.close()
         except KeyboardInterrupt:
-            answered = False
+            stopped = False
     if failed.is_set():
         raise UserError("a step failed, and the engine is of no use after it; start it again")
-    if not answered:
+    if not stopped:
         say("ended in the middle of a step")
         os._exit(130)  # Python's own end would abort in the thread that takes the step
 

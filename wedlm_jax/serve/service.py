@@ -13,7 +13,9 @@ from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve.asked import Asked
 
-SECONDS_TO_END = 30  # for requests that are cancelled; a step that compiles may take longer
+SECONDS_TO_END = (
+    30  # for requests that are cancelled; a step that compiles may take longer, or a client that does not read
+)
 
 
 class Closed(Exception):
@@ -112,10 +114,11 @@ class Service:
                     self._changed.notify_all()
 
     def close(self) -> bool:
-        """Takes no more requests, ends those that run with what they have, and waits until they are answered.
+        """Takes no more requests, ends those that run with what they have, and waits until they are answered, but not for ever
+        for a client that does not read.
 
         Returns:
-          whether they are; a step may take longer than there is time.
+          whether the engine stands still; a step may take longer than there is time.
         """
         with self._changed:
             self._closed = True
@@ -127,7 +130,7 @@ class Service:
         with self._changed:
             self._changed.wait_for(lambda: not self._open, SECONDS_TO_END)
         self._runner.join(SECONDS_TO_END)
-        return not self._runner.is_alive() and not self._open
+        return not self._runner.is_alive()
 
     def _run(self) -> None:
         """Steps of the engine, for all, while there is a request."""
