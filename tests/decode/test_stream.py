@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from wedlm_jax import DecodeConfig, Model, generate, stream
+from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.data.tokenizer import IM_END, MASK, train_tokenizer
 from wedlm_jax.decode import generation
 from wedlm_jax.decode.prompts import encode_prompt
@@ -133,6 +133,20 @@ def test_looking_for_stop_strings_after_every_eighth_forward_changes_nothing(loo
     assert [dataclasses.replace(c, trace=None) for c in stepwise] == at_once
     assert [c.acceptance for c in stepwise] == [c.acceptance for c in at_once]
     assert 1 <= len(runs) <= -(-max(c.stats.forwards for c in at_once) // 8) and set(runs) == {8}
+
+
+@pytest.mark.parametrize("loop", ["verified", "lookup"])
+def test_drafts_behind_a_stop_string_count_as_little_as_behind_the_last_token(loop):
+    model = reciter("abcabcabcabcabc, ended", end=True)
+    by_limit = generate(model, ["x"] * 3, [settings(loop, max_new_tokens=limit) for limit in (3, 10, 18)])
+    configs = [settings(loop, stop=(stop,), max_new_tokens=32) for stop in ("c", "abcabcabca", ", e")]
+    engine = Engine(model, rows=3, context=64, steps=3)
+    tickets = [engine.submit("x", config) for config in configs]
+    for ended in (generate(model, ["x"] * 3, configs, trace=trace) for trace in (False, True)):
+        assert [c.ids for c in ended] == [c.ids for c in by_limit]
+        assert [c.acceptance for c in ended] == [c.acceptance for c in by_limit]
+    assert [ticket.result().acceptance for ticket in tickets] == [c.acceptance for c in by_limit]
+    assert any(c.stats.forwards < len(c.ids) for c in by_limit)
 
 
 def test_after_a_forward_each_running_text_is_looked_at_once_and_a_finished_one_no_more(monkeypatch):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wedlm_jax.decode.config import DecodeConfig, RowSettings, at_least_one, integer
-from wedlm_jax.decode.loop import COUNTERS, Program, run, run_steps, run_stepwise, start, when_emitted
+from wedlm_jax.decode.loop import COUNTERS, HostProgress, Program, run, run_steps, run_stepwise, start, when_emitted
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord, placed_as
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
@@ -176,39 +176,28 @@ class Batch:
         return run(self.program, self.weights, self.state, self.settings)
 
     def _run_to_stop_strings(self) -> DecodeState:
-        """A few steps at a time. A row whose text is found to hold a stop string is set back to the step that completed it."""
+        """A few steps at a time."""
         state, halted = self.state, np.zeros(len(self.requests), bool)
         running = np.ones_like(halted)
         while running.any():
-            before = np.array(state.generated)
             state, progress = run_steps(
                 self.program, self.weights, state, self.settings, halted, steps=STEPS_BETWEEN_TEXTS
             )
-            progress = jax.device_get(progress)
-            changed = {name: np.array(getattr(state, name)) for name in (*COUNTERS, "finish")}
-            ids = self.ids(state)
-            for row in np.flatnonzero(running).tolist():
-                kept = self._stop_string_at(row, ids[row], checked=before[row])
-                if kept is not None:
-                    for name, values in when_emitted(progress, row, kept).items():
-                        changed[name][row] = values[row]
-                    changed["generated"][row], changed["finish"][row] = kept, STOPPED
-            running = changed["finish"] == RUNNING
-            state = dataclasses.replace(
-                state, **{name: placed_as(getattr(state, name), x) for name, x in changed.items()}
-            )
+            state = self._set_back_to_stop_strings(state, jax.device_get(progress), running)
+            running = np.asarray(state.finish) == RUNNING
         return state
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
+        before = _counters(self.state)  # the next step takes the state
         steps = run_stepwise(self.program, self.weights, self.state, self.settings)
         try:
-            checked = np.zeros(len(self.requests), np.int32)
             state, record = next(steps)
             while True:
                 if self._has_stop_strings:
-                    state = self._end_at_stop_strings(state, np.flatnonzero(np.asarray(record.running)), checked)
-                    checked = np.array(state.generated)  # the next step takes the state
+                    progress = {name: np.stack([before[name], x]) for name, x in _counters(state).items()}
+                    state = self._set_back_to_stop_strings(state, progress, np.asarray(record.running))
+                    before = _counters(state)
                 yield state, record
                 state, record = steps.send(state)
         except StopIteration:
@@ -232,22 +221,29 @@ class Batch:
     def _has_stop_strings(self) -> bool:
         return any(r.config.stop for r in self.requests)
 
-    def _end_at_stop_strings(self, state: DecodeState, ran: np.ndarray, checked: np.ndarray) -> DecodeState:
-        """After a step of the rows `ran`; of every row the first `checked` tokens hold no stop string."""
-        generated, finish, output = np.array(state.generated), np.array(state.finish), np.asarray(state.output)
-        for row in ran.tolist():
-            kept = self._stop_string_at(row, output[row, : generated[row]].tolist(), checked[row])
+    def _set_back_to_stop_strings(self, state: DecodeState, progress: HostProgress, ran: np.ndarray) -> DecodeState:
+        """After the steps of `progress`: a row that `ran` (bool [B]) and whose text is found to hold a stop string is set back to
+        the step that completed it, and is finished."""
+        changed = {**_counters(state), "finish": np.array(state.finish)}
+        ids = self.ids(state)
+        for row in np.flatnonzero(ran).tolist():
+            kept = self._stop_string_at(row, ids[row], checked=int(progress["generated"][0, row]))
             if kept is not None:
-                generated[row], finish[row] = kept, STOPPED
-        return dataclasses.replace(
-            state, generated=placed_as(state.generated, generated), finish=placed_as(state.finish, finish)
-        )
+                for name, values in when_emitted(progress, row, kept).items():
+                    changed[name][row] = values[row]
+                changed["generated"][row], changed["finish"][row] = kept, STOPPED
+        placed: dict[str, Any] = {name: placed_as(getattr(state, name), x) for name, x in changed.items()}
+        return dataclasses.replace(state, **placed)
 
     def _stop_string_at(self, row: int, ids: list[int], checked: int) -> int | None:
         """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read
         too: the string may have come before it."""
         stop = self.requests[row].config.stop
         return ids_up_to_stop(self.model.tokenizer.decode, ids, stop, checked) if stop else None
+
+
+def _counters(state: DecodeState) -> dict[str, np.ndarray]:
+    return {name: np.array(getattr(state, name)) for name in COUNTERS}
 
 
 def completion(model: Model, config: DecodeConfig, ids: list[int], reason: FinishReason, stats: Stats) -> Completion:

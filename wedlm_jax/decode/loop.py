@@ -23,8 +23,9 @@ from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.weights import Weights
 
 COUNTERS = ("generated", "forwards", "processed", "checked", "agreed")  # fields of DecodeState that count what was done
-# Of each of COUNTERS, after each of k steps: int32 [k, B, ...]; 0 behind the last step run.
+# Of each of COUNTERS, before the first of k steps and after each: int32 [k + 1, B, ...]; 0 behind the last step run.
 Progress = dict[str, jax.Array]
+HostProgress = dict[str, np.ndarray]  # the same where the host reads it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,24 +92,31 @@ def run_steps(
 ) -> tuple[DecodeState, Progress]:
     """At most `steps` steps, fewer where every row finishes before; rows that are `halted` (bool [B]) take no part."""
     state = dataclasses.replace(state, finish=jnp.where(halted & state.running, STOPPED, state.finish))
-    none = {name: jnp.zeros((steps, *getattr(state, name).shape), jnp.int32) for name in COUNTERS}
+    counters = {name: getattr(state, name) for name in COUNTERS}
+    before = {name: jnp.zeros((steps + 1, *x.shape), jnp.int32).at[0].set(x) for name, x in counters.items()}
     with weights.transformer() as transformer:
 
         def body(carry: tuple[jax.Array, DecodeState, Progress]) -> tuple[jax.Array, DecodeState, Progress]:
             step, state, progress = carry
             state, _ = program.step(transformer, state, settings)
-            return step + 1, state, {name: progress[name].at[step].set(getattr(state, name)) for name in COUNTERS}
+            return step + 1, state, {name: progress[name].at[step + 1].set(getattr(state, name)) for name in COUNTERS}
 
         _, state, progress = jax.lax.while_loop(
-            lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, none)
+            lambda carry: (carry[0] < steps) & jnp.any(carry[1].running), body, (jnp.int32(0), state, before)
         )
     return state, progress
 
 
-def when_emitted(progress: Progress, row: int, count: int) -> dict[str, jax.Array]:
-    """COUNTERS of all rows after the first step by which this row had emitted `count` tokens."""
+def when_emitted(progress: HostProgress, row: int, count: int) -> dict[str, np.ndarray]:
+    """COUNTERS of all rows after the first step by which this row had emitted `count` tokens, more than before all of them. What
+    the row drafted in that step counts as far as these reach, as before any other end.
+    """
     step = np.argmax(progress["generated"][:, row] >= count)
-    return {name: values[step] for name, values in progress.items()}
+    counters = {name: np.array(values[step]) for name, values in progress.items()}
+    behind = slice(count - progress["generated"][step - 1, row] + 1, None)  # slots; the first of all is no draft
+    for name in ("checked", "agreed"):
+        counters[name][row, behind] = progress[name][step - 1, row, behind]
+    return counters
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")

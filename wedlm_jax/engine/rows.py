@@ -14,7 +14,7 @@ import numpy as np
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.first_drafts import riding_masks
 from wedlm_jax.decode.generation import bucket, verification
-from wedlm_jax.decode.loop import Program, Progress, when_emitted
+from wedlm_jax.decode.loop import HostProgress, Program, Progress, when_emitted
 from wedlm_jax.decode.prefill import CHUNK
 from wedlm_jax.decode.state import FULL, RUNNING, STOPPED, DecodeState, placed_as
 from wedlm_jax.decode.stats import FinishReason, Stats
@@ -242,7 +242,9 @@ class RowGroup:
         """How many of the rows that are computed a device computes."""
         return rows_of_a_device(rows, self._model.weights.mesh)
 
-    def _hand_over(self, number: int, ticket: Ticket, state: DecodeState, progress: Progress, window_size: int) -> None:
+    def _hand_over(
+        self, number: int, ticket: Ticket, state: DecodeState, progress: HostProgress, window_size: int
+    ) -> None:
         """One row's part of a run; all arrays are the host's."""
         prompt = ticket.request.prompt
         ids = state.output[number, : state.generated[number]].tolist()
