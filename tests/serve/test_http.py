@@ -183,6 +183,25 @@ def test_scores_of_a_prompt_that_are_nan_are_null(server, monkeypatch):
     assert said["token_logprobs"][:2] == [None, None] and list(said["top_logprobs"][1].values()) == [None]
 
 
+def test_one_prompt_at_a_time_is_scored_beside_the_engine(server, monkeypatch):
+    """Or the forwards of many clients at once would take the memory of the engine's too."""
+    score, scoring, most = answer_words.score, [], []
+
+    def slow(model, ids):
+        scoring.append(ids)
+        most.append(len(scoring))
+        time.sleep(0.05)
+        scoring.pop()
+        return score(model, ids)
+
+    monkeypatch.setattr(answer_words, "score", slow)
+    asked = {"prompt": [5, 9, 7], "max_tokens": 0, "logprobs": 1, "echo": True}
+    with ThreadPoolExecutor(4) as clients:
+        answers = [clients.submit(ask, server, COMPLETIONS, asked) for _ in range(4)]
+        assert all(answer.result()[0] == 200 for answer in answers)
+    assert most == [1, 1, 1, 1]
+
+
 def test_an_answer_that_nobody_limits_ends_where_the_context_does(server):
     _, answer = ask(server, COMPLETIONS, {"prompt": [5] * 90, "seed": 0, "stop_ids": []})
     (choice,) = answer["choices"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from wedlm_jax.results import finite
 from wedlm_jax.serve.asked import Asked
 
 Json = dict[str, Any]
+
+# One prompt at a time is scored beside the engine: the forwards of many clients at once would take the memory of all.
+_scoring = threading.Lock()
 
 
 class Answer:
@@ -42,8 +46,7 @@ class Answer:
 
     def whole(self) -> Json:
         """Once all tickets are done."""
-        scored = self._asked.echo and self._asked.log_probs
-        prompts = [score(self._model, ticket.request.prompt) if scored else None for ticket in self._of_prompts]
+        prompts = [self._scores(ticket.request.prompt) for ticket in self._of_prompts]
         choices = [
             self._whole_choice(index, ticket, prompts[index // self._asked.n])
             for index, ticket in enumerate(self._tickets)
@@ -85,6 +88,12 @@ class Answer:
     def _of_prompts(self) -> Sequence[Ticket]:
         """One ticket of each prompt, however often it is completed."""
         return self._tickets[:: self._asked.n]
+
+    def _scores(self, prompt: Sequence[int]) -> Scores | None:
+        if not (self._asked.echo and self._asked.log_probs):
+            return None
+        with _scoring:
+            return score(self._model, prompt)
 
     def _whole_choice(self, index: int, ticket: Ticket, scores: Scores | None) -> Json:
         completion = ticket.result()

@@ -13,9 +13,8 @@ from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve.asked import Asked
 
-SECONDS_TO_END = (
-    30  # for requests that are cancelled; a step that compiles may take longer, or a client that does not read
-)
+# For requests that are cancelled. A step that compiles may take longer, and so may a client that does not read.
+SECONDS_TO_END = 30
 
 
 class Closed(Exception):
