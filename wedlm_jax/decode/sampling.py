@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
+from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.ops.categorical import likeliest
+
+LARGE_VOCABULARY = 8192  # from which on a CPU draws slot by slot in less time (`python -m benchmarks.sampling`)
 
 
 def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> jax.Array:
@@ -36,15 +39,40 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
     if not settings.draws:
         return greedy
 
-    temperature = jnp.where(settings.temperature > 0, settings.temperature, 1.0)
+    of_rows = settings.key, settings.temperature, settings.top_k, settings.top_p
+    one_by_one = target_platform() == "cpu" and logits.shape[-1] >= LARGE_VOCABULARY
+    drawn = (_draw_slot_by_slot if one_by_one else _draw)(logits, positions, *of_rows)
+    return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
+
+
+def _draw_slot_by_slot(logits: jax.Array, positions: jax.Array, *of_rows: jax.Array) -> jax.Array:
+    """`_draw` of one slot after the other: what is made on the way is eight times as large as the logits, 2.5 GB of 16 windows of
+    32 slots and Qwen's vocabulary, and that of one slot stays in a processor's caches."""
+    B, T, _ = logits.shape
+
+    def draw(slot: jax.Array) -> jax.Array:
+        b, t = slot // T, slot % T
+        return _draw(logits[b, t][None, None], positions[b, t][None, None], *(x[b][None] for x in of_rows))[0, 0]
+
+    return jax.lax.map(draw, jnp.arange(B * T)).reshape(B, T)
+
+
+def _draw(
+    logits: jax.Array,
+    positions: jax.Array,
+    key: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+) -> jax.Array:
+    """Tokens [B, T] of logits [B, T, V] and the settings [B] of their rows; where the temperature is 0, any."""
+    temperature = jnp.where(temperature > 0, temperature, 1.0)
     # The best logit becomes 0, so that no temperature, however small, makes two logits infinite.
     relative = logits - jnp.max(logits, axis=-1, keepdims=True)
-    filtered = filter_logits(relative, settings.top_k, settings.top_p)
+    filtered = filter_logits(relative, top_k, top_p)
     # XLA may multiply by 1 / T, which is 0 where T is huge, and -inf * 0 is no number.
     filtered = jnp.where(filtered == -jnp.inf, -jnp.inf, filtered / temperature[:, None, None])
-    noise = jax.vmap(functools.partial(position_noise, V=logits.shape[-1]))(settings.key, positions)
-    drawn = likeliest(filtered + noise)
-    return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
+    return likeliest(filtered + jax.vmap(functools.partial(position_noise, V=logits.shape[-1]))(key, positions))
 
 
 def position_noise(key: jax.Array, positions: jax.Array, V: int) -> jax.Array:
