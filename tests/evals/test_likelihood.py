@@ -15,6 +15,7 @@ from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.decode.scores import SCORED_AT_ONCE
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio, scoring_rows
 from wedlm_jax.model.transformer import Transformer
@@ -85,6 +86,15 @@ def test_recovery_is_that_of_one_dense_forward(reorder):
     where = np.flatnonzero(masked[order])
     assert found.loss == pytest.approx(-log_p[where, right[where]].mean(), rel=1e-4)
     assert found.accuracy == (log_p[where].argmax(-1) == right[where]).mean()
+
+
+def test_the_logits_of_few_places_are_held_at_a_time_however_long_the_rows(monkeypatch):
+    """Of a row of 2,048 and Qwen's vocabulary they are 1.2 GB, and as much again where the likeliest is looked for."""
+    model, seen, logits = tiny_model(), [], Transformer.logits
+    monkeypatch.setattr(Transformer, "logits", lambda self, hidden: seen.append(hidden.shape) or logits(self, hidden))
+    batch = next(batches(DataConfig(row_length=512), model.tokenizer, 32, 2, 0, "held_out"))
+    recovery_by_ratio(model, [batch], block_size=32, ratios=(0.5,))
+    assert {math.prod(shape[:-1]) for shape in seen} == {SCORED_AT_ONCE}
 
 
 def test_a_ratio_that_masks_nothing_in_small_blocks_is_named():
