@@ -78,6 +78,17 @@ def test_setting_by_setting_the_rows_are_those_of_the_sweep_and_no_batch_is_run_
     assert [of.completions for of in found] == [[completions["echo", s.label]] for s in settings]
 
 
+def test_what_does_not_go_with_a_model_is_told_before_the_first_forward(monkeypatch):
+    """Of a checkpoint without a mask token AR decoded all problems, for hours, before streaming was refused."""
+    fake, tasks = FakeGenerate(monkeypatch), [(ECHO, PROBLEMS)]
+    model = dataclasses.replace(tiny_model(), mask_token_id=None)
+    with pytest.raises(UserError, match="no mask token"):
+        sweep({ADAPTED: model}, [AR, FAST], tasks, batch_size=2, generate=fake)
+    with pytest.raises(UserError, match="no mask token"):
+        next(setting_by_setting(model, [AR, FAST], tasks, batch_size=2, generate=fake))
+    assert fake.calls == []
+
+
 def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
     rows, completions = run_fake(FakeGenerate(monkeypatch, wrong=("3",)))
     fast = rows[1]

@@ -125,7 +125,12 @@ def sweep(
 
     Returns:
       the rows, task by task in the order of the settings, and the completions by (task name, setting label).
+
+    Raises:
+      UserError: a setting does not go with its model.
     """
+    for setting in settings:
+        resolved(models[setting.weights], setting.config)  # what does not go with a model is told before the first forward
     clock = _WarmClock(generate, batch_size)
 
     def measure(task: Task, problems: list[Problem], setting: Setting, first_row: int) -> Measurement:
@@ -170,6 +175,8 @@ def setting_by_setting(
       settings: of one model; AR first, which the others are set against. The others are as of `sweep`.
     """
     assert settings[0].config.decoder == "ar"
+    for setting in settings:
+        resolved(model, setting.config)  # as in `sweep`
     clock, of_ar = _WarmClock(generate, batch_size), list[Measurement]()
     for setting in settings:
         measured, first_row = list[Measurement](), 0
