@@ -40,7 +40,7 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
         return greedy
 
     of_rows = settings.key, settings.temperature, settings.top_k, settings.top_p
-    one_by_one = target_platform() == "cpu" and logits.shape[-1] >= LARGE_VOCABULARY
+    one_by_one = target_platform() == "cpu" and positions.size > 1 and logits.shape[-1] >= LARGE_VOCABULARY
     drawn = (_draw_slot_by_slot if one_by_one else _draw)(logits, positions, *of_rows)
     return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
 
