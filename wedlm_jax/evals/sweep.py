@@ -130,9 +130,7 @@ def sweep(
       UserError: a setting does not go with its model.
     """
     for setting in settings:
-        resolved(
-            models[setting.weights], setting.config
-        )  # what does not go with a model is told before the first forward
+        resolved(models[setting.weights], setting.config)  # what does not fit is told before the first forward
     clock = _WarmClock(generate, batch_size)
 
     def measure(task: Task, problems: list[Problem], setting: Setting, first_row: int) -> Measurement:
