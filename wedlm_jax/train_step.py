@@ -82,11 +82,11 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     else:
         loss = functools.partial(wedlm_forward, settings=settings)
         gradients, metrics = accumulate(loss, state, (streams, weights), settings.micro_batches)
-    for name, masked in masked_by_ratio(counted).items():
-        count = jnp.sum(masked)
+    counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
+    for name, count in counts.items():
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
     # No loss of masks where there are none, though `loss` counts it as 0.
-    metrics["mlm_loss"] = jnp.where(jnp.any(weights.mlm > 0), metrics["mlm_loss"], jnp.nan)
+    metrics["mlm_loss"] = jnp.where(sum(counts.values()) > 0, metrics["mlm_loss"], jnp.nan)
     if not with_ar:
         metrics.pop("ar_loss", None)  # of mask rows alone there is none
     if distils:  # another quantity than the cross-entropy of the data, and so under another name
