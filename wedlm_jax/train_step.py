@@ -85,7 +85,8 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
     for name, count in counts.items():
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
-    # No loss of masks where there are none, though `loss` counts it as 0.
+    # No loss of masks where there are none, though `loss` counts it as 0. By the counts that are there: fake devices of a CPU
+    # share as many threads, all of which may come to wait in one more reduction that is free to run beside others.
     metrics["mlm_loss"] = jnp.where(sum(counts.values()) > 0, metrics["mlm_loss"], jnp.nan)
     if not with_ar:
         metrics.pop("ar_loss", None)  # of mask rows alone there is none
