@@ -189,7 +189,7 @@ class Batch:
 
     def stepwise(self) -> Iterator[tuple[DecodeState, StepRecord]]:
         """`run_stepwise`, ending rows whose text holds a stop string."""
-        before = _counters(self.state)  # the next step takes the state
+        before = _counters(self.state)  # copies: every step takes the state
         steps = run_stepwise(self.program, self.weights, self.state, self.settings)
         try:
             state, record = next(steps)
