@@ -40,6 +40,7 @@ from wedlm_jax.evals.speed_table import speed_table, where_ar_wins, where_rows_e
 from wedlm_jax.evals.sweep import resolved, settings_as_json
 from wedlm_jax.evals.tasks import task, text_pieces
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
+from wedlm_jax.hf.config import stock_arch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model_flags import ModelFlags
@@ -194,7 +195,7 @@ def started(
     args: Bench, work: Sequence[Work], model: Model, decode: DecodeConfig, stack: contextlib.ExitStack
 ) -> tuple[list[Baseline], Baseline | None]:
     """The other engines that are asked for, each in a process that ends with `stack`, over an export of these weights."""
-    if args.official is not None and not model.needs_mask_token:
+    if args.official is not None and not model.config.needs_mask_token:
         raise UserError(
             "--official runs streaming, and its engine takes no adapter of mask rows; leave one of the two out"
         )
@@ -202,7 +203,10 @@ def started(
     if not names:
         return [], None
     export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
-    pretrained.save(plain(model), export, arch="qwen3")
+    arch = stock_arch(model.config)
+    if args.official is not None and arch != "qwen3":
+        raise UserError(f"--official: its engine was tried with qwen3 alone, and this model is {arch}; leave it out")
+    pretrained.save(plain(model), export, arch)
     rows, context = max(args.batches), max(piece.prompt_tokens + piece.output_tokens for piece in work)
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import tyro
 from wedlm_jax import pretrained
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
-from wedlm_jax.hf.config import Arch, read_json
+from wedlm_jax.hf.config import Arch, from_hf, read_json, stock_arch
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
@@ -38,7 +38,7 @@ class Convert:
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
     arch: Arch = "wedlm"
-    """Model type to declare: qwen3 and qwen2 are read by stock transformers."""
+    """Model type to declare. Stock transformers reads qwen3 (a qk norm), qwen2 (a qkv bias) and llama (neither)."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Load both sides with torch and transformers, compare logits with ours in float32."""
     adapter: AdapterFlag = None
@@ -110,18 +110,16 @@ def _probe(vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _torch_logits(directory: Path, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    raw: dict[str, Any] = read_json(directory / "config.json")
-    # A wedlm forward pass is that of one of the two.
-    is_qwen3 = raw["model_type"] == "qwen3" or raw.get("qk_norm", False)
-    model_class, config_class = (Qwen3ForCausalLM, Qwen3Config) if is_qwen3 else (Qwen2ForCausalLM, Qwen2Config)
+    raw = read_json(directory / "config.json")
+    arch = stock_arch(from_hf(raw, directory / "config.json"))  # a wedlm forward pass is that of one of them
     fields = {name: value for name, value in raw.items() if name not in ("model_type", "auto_map", "architectures")}
-    model = model_class.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         str(directory),
-        config=config_class(**fields),
+        config=AutoConfig.for_model(arch, **fields),
         dtype=torch.float32,
         attn_implementation="eager",
         local_files_only=True,

@@ -108,8 +108,9 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     where the model was calibrated. An adapter of all rows is merged into the weights.
 
     Args:
-      arch: the model type to declare. `qwen3` (qk norm) and `qwen2` (qkv bias) run the same forward pass in every tool that has
-        them, stock transformers among them. `wedlm` is the official engine's name, which reads it beside Tencent's own code.
+      arch: the model type to declare. `qwen3` (qk norm), `qwen2` (qkv bias) and `llama` (neither) run the same forward pass in
+        every tool that has them, stock transformers among them. `wedlm` is the official engine's name, which reads it beside
+        Tencent's own code.
 
     Raises:
       UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an

@@ -82,6 +82,15 @@ def test_qwen2_always_has_the_bias_and_derives_its_head_dim():
     assert from_hf(RAW | {"model_type": "qwen2"}, FILE).head_dim == 20
 
 
+def test_llama_has_neither_bias_nor_norm_and_another_default_context():
+    raw = without("head_dim", "max_position_embeddings") | {"model_type": "llama", "attention_bias": False}
+    config = from_hf(raw, FILE)
+    assert (config.qkv_bias, config.qk_norm, config.head_dim) == (False, False, 12)
+    assert config.max_position_embeddings == 2048
+    with pytest.raises(UserError, match="attention_bias=True is not implemented for model_type=llama"):
+        from_hf(raw | {"attention_bias": True}, FILE)
+
+
 def test_qwen3_without_head_dim_means_128():
     assert from_hf(without("head_dim"), FILE).head_dim == 128
 
@@ -123,7 +132,8 @@ def test_wedlm_reads_bias_and_norm_from_its_own_fields(fields, bias, norm):
         {"dual_chunk_attention_config": {"chunk_size": 8}},
         {"is_causal": False},
         {"model_type": "qwen3_moe"},
-        {"model_type": "llama"},
+        {"model_type": "mistral"},
+        {"rope_interleaved": True},
         {"model_type": ["qwen3"]},
         {"layer_types": [["full_attention"], 1]},
     ],
@@ -204,7 +214,13 @@ def test_an_unreadable_config_is_named(tmp_path, text):
 
 @pytest.mark.parametrize(
     ("arch", "bias", "norm"),
-    [("wedlm", True, False), ("wedlm", False, True), ("qwen3", False, True), ("qwen2", True, False)],
+    [
+        ("wedlm", True, False),
+        ("wedlm", False, True),
+        ("qwen3", False, True),
+        ("qwen2", True, False),
+        ("llama", False, False),
+    ],
 )
 def test_export_and_reading_back_is_the_identity(arch, bias, norm):
     config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
@@ -223,8 +239,15 @@ def test_export_and_reading_back_is_the_identity(arch, bias, norm):
     [
         ("qwen2", False, True, "choose qwen3 or wedlm"),
         ("qwen3", True, False, "choose qwen2 or wedlm"),
-        ("wedlm", True, True, "cannot hold a qkv bias and a qk norm together"),
-        ("llama", False, True, "choose wedlm, qwen3 or qwen2"),
+        ("llama", False, True, "choose qwen3 or wedlm"),
+        ("wedlm", True, True, "this model a qkv bias and a qk norm; choose no arch; train with one of the two"),
+        (
+            "wedlm",
+            False,
+            False,
+            "this model no qkv bias and no qk norm; choose llama",
+        ),  # the engine would take it for Qwen3
+        ("mistral", False, True, "choose one of wedlm, qwen3, qwen2, llama"),
     ],
 )
 def test_an_arch_that_would_run_another_forward_pass_is_refused(arch, bias, norm, mend):

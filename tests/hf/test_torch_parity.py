@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import wedlm_jax
+from wedlm_jax.hf.config import ARCHITECTURES, stock_arch
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
@@ -23,6 +24,7 @@ torch.set_num_threads(1)  # the models are tiny, and the cores are shared with t
 EXPORTS = {
     "qwen3": dict(qkv_bias=False, qk_norm=True, head_dim=24, tie_word_embeddings=True, rope_theta=1e6),
     "qwen2": dict(qkv_bias=True, qk_norm=False, head_dim=16, tie_word_embeddings=False, rope_theta=1e4),
+    "llama": dict(qkv_bias=False, qk_norm=False, head_dim=16, tie_word_embeddings=True, rope_theta=1e5),
 }
 
 
@@ -53,7 +55,7 @@ def exported(request, tmp_path_factory):
 def test_auto_model_reads_the_export_and_gives_our_logits(exported):
     model, directory, arch = exported
     other = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    assert type(other).__name__ == {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}[arch]
+    assert type(other).__name__ == ARCHITECTURES[arch]
     tokens = np.random.default_rng(1).integers(0, 300, (2, 40))
     with torch.no_grad():
         expected = other(torch.from_numpy(tokens)).logits.numpy()
@@ -82,7 +84,7 @@ def test_no_field_of_the_exported_config_is_lost_on_transformers(exported):
 @pytest.mark.parametrize("name", ["wedlm_qwen3", "wedlm_qwen25", "wedlm_qwen3_tied_sharded"])
 def test_greedy_ar_of_transformers_equals_ours_token_for_token(name, tmp_path):
     model = load_hf(ORACLE / name / "model", "float32")
-    save_hf(model, tmp_path / "out", "qwen3" if model.config.qk_norm else "qwen2")
+    save_hf(model, tmp_path / "out", stock_arch(model.config))
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     prompt = [int(token) for token in np.random.default_rng(2).integers(7, 200, 12)]
     config = wedlm_jax.DecodeConfig(decoder="ar", max_new_tokens=24, stop_ids=(), ban_mask=False)

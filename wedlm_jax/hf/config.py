@@ -1,4 +1,4 @@
-"""Hugging Face config.json <-> ModelConfig, for the model types `wedlm`, `qwen3` and `qwen2`."""
+"""Hugging Face config.json <-> ModelConfig, for the model types `wedlm`, `qwen3`, `qwen2` and `llama`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ from typing import Any, Literal, get_args
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import DType, ModelConfig
 
-Arch = Literal["wedlm", "qwen3", "qwen2"]
-ARCHITECTURES: dict[str, str] = {"wedlm": "WeDLMForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+Arch = Literal["wedlm", "qwen3", "qwen2", "llama"]
+ARCHITECTURES: dict[Arch, str] = {
+    "wedlm": "WeDLMForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+# (qkv_bias, qk_norm) of the forward passes that each runs, whatever a file of a stock architecture says. The official engine
+# takes "no bias" to mean "a norm", and would skip one or make one up without a word.
+FORWARD_PASSES: dict[Arch, tuple[tuple[bool, bool], ...]] = {
+    "qwen3": ((False, True),),
+    "qwen2": ((True, False),),
+    "llama": ((False, False),),
+    "wedlm": ((False, True), (True, False)),
+}
 
 # Where a file leaves a field out, the reference implementation takes these; a field without a default must be there.
 DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MAX_POSITION_EMBEDDINGS = 32_768
 DEFAULT_RMS_NORM_EPS = 1e-6
 QWEN3_DEFAULT_HEAD_DIM = 128
+LLAMA_DEFAULT_MAX_POSITION_EMBEDDINGS = 2048
 FULL_ATTENTION = "full_attention"
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
 
@@ -36,6 +50,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, True),
     "use_bidirectional_attention": (None, False),
     "partial_rotary_factor": (None, 1),
+    "rope_interleaved": (None, False),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "dual_chunk_attention_config": (None,),
@@ -91,8 +106,9 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
     hidden = _whole(raw, "hidden_size", file)
     if arch == "wedlm":  # the defaults of the official class
         qkv_bias, qk_norm = _flag(raw, "attention_bias", True, file), _flag(raw, "qk_norm", False, file)
-    else:  # Qwen2 always has the bias and Qwen3 always the norm, whatever the file says
-        qkv_bias, qk_norm = arch == "qwen2", arch == "qwen3"
+    else:
+        qkv_bias, qk_norm = FORWARD_PASSES[arch][0]
+    longest = LLAMA_DEFAULT_MAX_POSITION_EMBEDDINGS if arch == "llama" else DEFAULT_MAX_POSITION_EMBEDDINGS
     fields: dict[str, Any] = dict(
         vocab_size=_whole(raw, "vocab_size", file),
         hidden_size=hidden,
@@ -103,7 +119,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
         head_dim=_head_dim(raw, file, hidden, heads),
         rope_theta=_rope_theta(raw, file),
         rms_norm_eps=_real(raw, "rms_norm_eps", DEFAULT_RMS_NORM_EPS, file),
-        max_position_embeddings=_whole(raw, "max_position_embeddings", file, DEFAULT_MAX_POSITION_EMBEDDINGS),
+        max_position_embeddings=_whole(raw, "max_position_embeddings", file, longest),
         tie_word_embeddings=_flag(raw, "tie_word_embeddings", False, file),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
@@ -164,35 +180,47 @@ def to_hf(
     return raw | {name: value for name, value in special_ids.items() if value is not None}
 
 
-def require_fit(config: ModelConfig, arch: str) -> None:
+def require_fit(config: ModelConfig, arch: Arch) -> None:
     """Raises `UserError` where tools that read `arch` would run a forward pass other than ours."""
     if arch not in get_args(Arch):
-        raise UserError(f"arch={arch!r} is unknown; choose wedlm, qwen3 or qwen2")
+        raise UserError(f"arch={arch!r} is unknown; choose one of {', '.join(ARCHITECTURES)}")
     if config.position_embedding_type != "rope":
         raise UserError(
             f"arch={arch} has RoPE, this model {config.position_embedding_type} positions; it has no HF form"
         )
-    have = f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
-    other = {(True, False): "qwen2 or wedlm", (False, True): "qwen3 or wedlm", (False, False): "wedlm"}
-    mend = other.get((config.qkv_bias, config.qk_norm), "no arch; train with one of the two")
-    if arch == "qwen2" and not (config.qkv_bias and not config.qk_norm):
-        raise UserError(f"arch=qwen2 has a qkv bias and no qk norm, this model has {have}; choose {mend}")
-    if arch == "qwen3" and not (config.qk_norm and not config.qkv_bias):
-        raise UserError(f"arch=qwen3 has a qk norm and no qkv bias, this model has {have}; choose {mend}")
-    if arch == "wedlm" and config.qkv_bias and config.qk_norm:
-        # The official engine takes "has a bias" to mean "has no qk norm", and would skip the norm without a word.
+    has = config.qkv_bias, config.qk_norm
+    if has not in FORWARD_PASSES[arch]:
+        theirs, mend = " or ".join(map(_in_words, FORWARD_PASSES[arch])), " or ".join(_fitting(config))
         raise UserError(
-            f"arch=wedlm cannot hold a qkv bias and a qk norm together, this model has {have}; choose {mend}"
+            f"arch={arch} has {theirs}, this model {_in_words(has)}; choose {mend or 'no arch; train with one of the two'}"
         )
+
+
+def stock_arch(config: ModelConfig) -> Arch:
+    """The architecture of stock tools that runs this forward pass; a `UserError` where there is none."""
+    arch: Arch = next(iter(_fitting(config)), "wedlm")
+    require_fit(config, arch)
+    return arch
+
+
+def _fitting(config: ModelConfig) -> list[Arch]:
+    return [arch for arch, passes in FORWARD_PASSES.items() if (config.qkv_bias, config.qk_norm) in passes]
+
+
+def _in_words(has: tuple[bool, bool]) -> str:
+    bias, norm = ("a" if x else "no" for x in has)
+    return f"{bias} qkv bias and {norm} qk norm"
 
 
 def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
     for name, neutral in NEUTRAL.items():
         if name in raw and raw[name] not in neutral:
             raise UserError(f"{file}: {name}={raw[name]!r} is not implemented (only {' or '.join(map(repr, neutral))})")
-    if raw["model_type"] == "qwen3" and raw.get("attention_bias"):
-        # In Qwen3 the flag puts a bias on the output projection too, and such a checkpoint never existed.
-        raise UserError(f"{file}: attention_bias=True is not implemented for model_type=qwen3 (only False)")
+    if raw["model_type"] in ("qwen3", "llama") and raw.get("attention_bias"):
+        # There the flag puts a bias on the output projection too.
+        raise UserError(
+            f"{file}: attention_bias=True is not implemented for model_type={raw['model_type']} (only False)"
+        )
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list):
         raise UserError(f"{file}: layer_types={layer_types!r} is not a list")

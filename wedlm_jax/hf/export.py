@@ -1,4 +1,4 @@
-"""Whole models to Hugging Face directories, for every tool that reads `wedlm`, `qwen3` or `qwen2`."""
+"""Whole models to Hugging Face directories, for every tool that reads `wedlm`, `qwen3`, `qwen2` or `llama`."""
 
 from __future__ import annotations
 

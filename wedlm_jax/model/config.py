@@ -1,4 +1,4 @@
-"""ModelConfig: the shape and the numerics of one Qwen2.5- or Qwen3-style transformer."""
+"""ModelConfig: the shape and the numerics of one transformer as Qwen2.5, Qwen3 or Llama have it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Remat = Annotated[
 class ModelConfig:
     """Every field changes the forward pass, its memory or its precision.
 
-    Qwen2.5 is `qkv_bias=True, qk_norm=False`; Qwen3 is `qkv_bias=False, qk_norm=True` with a `head_dim` of its own.
+    Qwen2.5 is `qkv_bias=True, qk_norm=False`; Qwen3 is `qkv_bias=False, qk_norm=True` with a `head_dim` of its own; Llama has
+    neither.
     """
 
     vocab_size: int  # V
@@ -79,6 +80,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} is odd; RoPE rotates pairs, so make it even")
+
+    @property
+    def needs_mask_token(self) -> bool:
+        """Whether mask rows are fed as a token of the vocabulary: not where an adapter has an embedding for them."""
+        return self.adapter is None or self.adapter.rows != "mask"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The layers of a Qwen2.5 / Qwen3 transformer. Parameters carry the names of their axes, which `sharding.py` reads."""
+"""The layers of a Qwen2.5, Qwen3 or Llama transformer. Parameters carry the names of their axes, which `sharding.py` reads."""
 
 from __future__ import annotations
 
