@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 import wedlm_jax
 from tests.killed_training import train_until_killed
@@ -69,6 +70,29 @@ def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(base, finished, tmp_pa
     train(experiment(base), tmp_path)
     for name, value in load_params(finished)[1].items():
         np.testing.assert_array_equal(load_params(tmp_path)[1][name], value, err_msg=name)
+
+
+def test_beside_a_base_whose_vocabulary_is_full_no_mask_token_is_needed(base, tmp_path):
+    full = tmp_path / "full"
+    wedlm_jax.save(wedlm_jax.load(base), full, "qwen3")
+    raw = json.loads((full / "config.json").read_text())
+    del raw["mask_token_id"]
+    (full / "config.json").write_text(json.dumps(raw))
+    tokenizer = AutoTokenizer.from_pretrained(full)
+    tokenizer.mask_token = None
+    tokenizer.add_tokens([f"<{i}>" for i in range(raw["vocab_size"] - len(tokenizer))])
+    tokenizer.save_pretrained(full)
+    changed = dataclasses.replace(experiment(base), init_from=str(full))
+    train(dataclasses.replace(changed, train=dataclasses.replace(changed.train, steps=1)), tmp_path / "adapter")
+    verified, ar = (wedlm_jax.DecodeConfig(decoder=name, max_new_tokens=12) for name in ("verified", "ar"))
+    model = wedlm_jax.load(tmp_path / "adapter")
+    assert model.mask_token_id is None
+    assert (
+        wedlm_jax.generate(model, ["Q:"], verified)[0].ids
+        == wedlm_jax.generate(wedlm_jax.load(full), ["Q:"], ar)[0].ids
+    )
+    with pytest.raises(UserError, match="no free row for a mask token.*an adapter of mask rows needs none"):
+        train(dataclasses.replace(EXPERIMENT, init_from=str(full), model=None), tmp_path / "all")
 
 
 def test_another_base_in_the_place_of_the_first_is_refused(finished, tmp_path):

@@ -180,7 +180,7 @@ class Experiment:
                 f"x mesh.data={data} x mesh.fsdp={fsdp}; make it a multiple"
             )
 
-    def step_settings(self, model: ModelConfig, mask_token_id: int) -> StepSettings:
+    def step_settings(self, model: ModelConfig, mask_token_id: int | None) -> StepSettings:
         """What its training step is compiled for, with the model and the mask id that it comes to."""
         return StepSettings(
             model=model,

@@ -39,7 +39,7 @@ class ModelFile:
     """`model.json` of a workdir."""
 
     config: ModelConfig
-    mask_token_id: int
+    mask_token_id: int | None  # None: of an adapter of mask rows, beside a base that has none
     eos_token_ids: tuple[int, ...]
     base: Base | None = None  # where the config has an adapter
     init_from: str | None = None  # what its first parameters were read from, of a workdir with the step

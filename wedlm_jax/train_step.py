@@ -46,7 +46,7 @@ class StepSettings:
     model: ModelConfig
     objective: ObjectiveConfig
     optimizer: OptimizerConfig
-    mask_token_id: int
+    mask_token_id: int | None  # None: mask rows are fed an adapter's embedding
     total_steps: int
     seed: int
     micro_batches: int = 1  # gradient accumulation: a step's batch is run in this many parts
@@ -109,7 +109,7 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
     masked, mask_ratio = draw(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
     return build_dual_stream(
         batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
-        mask_token_id=settings.mask_token_id, block_size=block_size, whole_documents=single,
+        mask_token_id=settings.mask_token_id or 0, block_size=block_size, whole_documents=single,
         reorder=settings.objective.reorder,
     )  # fmt: skip
 

@@ -291,7 +291,7 @@ def prepare_workdir(
             "raise model.vocab_size, or name the model's own tokenizer as tokenizer.path"
         )
     mask_token_id = initial.mask_token_id if initial is not None else None
-    if mask_token_id is None:
+    if mask_token_id is None and model.needs_mask_token:
         mask_token_id = choose_mask_token_id(model, tokenizer, experiment.objective.mask_token_id)
     known = (initial.eos_token_ids if initial is not None else ()) or (tokenizer.eos_token_id,)
     # Decoding stops where the training data end a turn, too: a base model's configs may not name that token.

@@ -70,12 +70,12 @@ def test_the_mask_embedding_stands_for_a_mask_token():
     """No row of the vocabulary is read for masks: with another mask id, or none, the drafts are the same."""
     model = adapted()
     without = dataclasses.replace(model, mask_token_id=None)
-    assert not without.needs_mask_token
+    assert not without.config.needs_mask_token
     settings = config_of("streaming_eager", ban_mask=False)
     assert ids(without, settings) == ids(model, settings)
     with pytest.raises(UserError, match="no mask token"):
         generate(dataclasses.replace(tiny_model(), mask_token_id=None), PROMPTS, settings)
-    assert adapted("all").needs_mask_token
+    assert adapted("all").config.needs_mask_token
 
 
 @pytest.mark.skipif(not FULL, reason="compiles two loops; launch/test.sh --full")

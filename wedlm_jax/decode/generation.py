@@ -126,7 +126,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     if config.sized_by is not None and not config.adapts and size > context:
         raise UserError(f"{config.sized_by}={size} exceeds the model's context of {context}; lower it")
     mask_token_id = None
-    needed = config.uses_masks and model.needs_mask_token
+    needed = config.uses_masks and model.config.needs_mask_token
     if needed or model.mask_token_id is not None or config.mask_token_id is not None:
         mask_token_id = model.require_mask_token_id() if config.mask_token_id is None else config.mask_token_id
         if not 0 <= mask_token_id < model.config.vocab_size:

@@ -119,7 +119,7 @@ def recovery_by_ratio(
       UserError: at one of the ratios no token of a block is masked.
     """
     graph, params = nnx.split(model.transformer)
-    mask_token_id = model.require_mask_token_id() if model.needs_mask_token else 0
+    mask_token_id = model.require_mask_token_id() if model.config.needs_mask_token else 0
     found = {}
     for ratio in ratios:
         sums = np.zeros(3)

@@ -144,7 +144,8 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
     if first_free >= config.vocab_size:
         raise UserError(
             f"no free row for a mask token: the tokenizer fills all vocab_size={config.vocab_size} rows; "
-            "enlarge it with transformers (model.resize_token_embeddings) and save it, or give the tokenizer a mask token"
+            "name a token that your text never has as the tokenizer's mask token (mask_token in tokenizer_config.json), or "
+            "enlarge the vocabulary with transformers (model.resize_token_embeddings); an adapter of mask rows needs none"
         )
     return first_free
 

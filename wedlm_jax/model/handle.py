@@ -121,14 +121,9 @@ class Model:
             return tokens
         chex.assert_equal_shape([tokens, masked])
         chex.assert_type(masked, bool)
-        if not self.needs_mask_token:
+        if not self.config.needs_mask_token:
             return tokens
         return jnp.where(masked, self.require_mask_token_id(), tokens)
-
-    @property
-    def needs_mask_token(self) -> bool:
-        """Whether mask rows are fed as a token of the vocabulary: not where an adapter has an embedding for them."""
-        return self.config.adapter is None or self.config.adapter.rows != "mask"
 
     def require_mask_token_id(self) -> int:
         """The mask id, or a `UserError` where the model has none: plain AR decoding never asks for it."""
