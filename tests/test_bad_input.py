@@ -141,6 +141,9 @@ def pairs() -> None:
 DATA = {
     "no such data": Case(f"{TRAIN} {TEXT} data.path=absent", "absent: no such file or folder; set data.path"),
     "no data named": Case(f"{TRAIN} {TEXT}", "data.source=text needs data.path"),
+    "no data named beside a model that would be fetched": Case(
+        "train --exp qwen3_0p6b_sft --workdir fresh", "data.source=chat needs data.path"
+    ),
     "a folder of other files": Case(f"{TRAIN} {CHAT} data.path=texts", "texts: the folder holds no file that ends in .jsonl"),
     "a pattern without files": Case(f"{TRAIN} {TEXT} data.path=texts/*.md", r"texts/\*.md: no file fits the pattern"),
     "an unreadable folder": Case(

@@ -1,5 +1,6 @@
 """What the benchmarks print: means with their intervals, and the table of what an adapter adds to a forward."""
 
+import json
 import re
 import sys
 
@@ -18,6 +19,7 @@ from benchmarks import (
     sampling,
     serving,
     shapes,
+    smollm2,
     wall_clock,
 )
 from benchmarks.kernel_bytes import kernels
@@ -265,3 +267,13 @@ ENTRY %main (s: f32[8,16], a: f32[4,4]) -> f32[4,4] {
         (2 * 64, 1, False, True),
         (2 * 64, 1, True, False),
     ]
+
+
+def test_smollm2_holds_out_questions_that_are_not_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm2, "write_model", lambda wheel, to: None)
+    monkeypatch.setattr(sys, "argv", ["smollm2", "unread.whl", str(tmp_path)])
+    smollm2.main()
+    held_out, trained = ((tmp_path / name).read_text().splitlines() for name in ("held_out.jsonl", "prompts.jsonl"))
+    assert (len(held_out), len(trained)) == (100, 1098)
+    assert not {*held_out} & {*trained}
+    assert json.loads(held_out[0])["messages"][0]["role"] == "user"

@@ -134,6 +134,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
     """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
+    experiment.data.parts  # noqa: B018  a source that misses a field is told before a model is fetched
     require_same_settings(experiment)
     resumed = is_begun(workdir)
     if resumed:
