@@ -3,7 +3,7 @@
     python -m benchmarks.scaling_table              # writes the table from the logs that are there
     python -m benchmarks.scaling_table --compile    # first compiles the cells that have no log, one after the other
 
-Compiling needs libtpu (pip install 'wedlm_jax[tpu]'; no TPU), and a few minutes of a core a cell. The logs are
+Compiling needs libtpu (pip install 'jax[tpu]'; no TPU), and a few minutes of a core a cell. The logs are
 docs/scaling/MODEL_KIND_CHIPS.txt, as `python -m wedlm_jax.train --compile-only` prints them.
 """
 

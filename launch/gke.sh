@@ -5,10 +5,10 @@
 #     data.source=text data.mixture= data.path=/mnt/bucket/corpus
 #
 # CLUSTER is an xpk cluster (xpk cluster create ...), TPU_TYPE such as v5p-128 (this counts cores: 64 chips) or v6e-256, IMAGE
-# a container image in which `pip install 'wedlm_jax[tpu]'` was run. GKE sets the variables by which the workers find each
-# other; WEDLM_RESTARTS (10) is how often the workload is started again: after a signal, which xpk does by itself, and after our
-# own exit statuses 75 (told to end, or another process is gone) and 1. A worker that is told to end has WEDLM_GRACE_SECONDS (300)
-# for a step, or some seconds of them, and a checkpoint.
+# a container image in which `pip install '.[tpu]'` was run in a clone of this repository. GKE sets the variables by which the
+# workers find each other; WEDLM_RESTARTS (10) is how often the workload is started again: after a signal, which xpk does by
+# itself, and after our own exit statuses 75 (told to end, or another process is gone) and 1. A worker that is told to end has
+# WEDLM_GRACE_SECONDS (300) for a step, or some seconds of them, and a checkpoint.
 set -euo pipefail
 
 run=()

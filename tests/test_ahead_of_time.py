@@ -129,14 +129,12 @@ def test_missing_libtpu_is_told_with_its_command(monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
         main()
     assert exit.value.code == 2
-    assert "libtpu, which is not installed; pip install 'wedlm_jax[tpu]'" in capsys.readouterr().err
+    assert "libtpu, which is not installed; pip install 'jax[tpu]'" in capsys.readouterr().err
 
 
 def test_missing_cuda_plugin_is_told_with_its_command(monkeypatch):
     monkeypatch.setattr(absent_devices, "has_gpu_compiler", lambda: False)
-    assert "jax's CUDA plugin, which is not installed; pip install 'wedlm_jax[cuda]'" in message_of(
-        EXPERIMENT, "h100:8"
-    )
+    assert "jax's CUDA plugin, which is not installed; pip install 'jax[cuda12]'" in message_of(EXPERIMENT, "h100:8")
 
 
 def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(tmp_path):

@@ -102,8 +102,8 @@ def devices(topology: str) -> list[jax.Device]:
 def _tpus(topology: str) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise UserError(
-            "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'wedlm_jax[tpu]' "
-            "(it needs no TPU)"
+            "--compile-only needs the TPU compiler, libtpu, which is not installed; pip install 'jax[tpu]' (it needs "
+            "no TPU)"
         )
     # No TPU is touched, so several may compile side by side.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
@@ -119,7 +119,7 @@ def _tpus(topology: str) -> list[jax.Device]:
 def _gpus(chip: Chip, gpu: Gpu, shape: str) -> list[jax.Device]:
     if not has_gpu_compiler():
         raise UserError(
-            "--compile-only needs jax's CUDA plugin, which is not installed; pip install 'wedlm_jax[cuda]', or of the same "
+            "--compile-only needs jax's CUDA plugin, which is not installed; pip install 'jax[cuda12]', or of the same "
             "versions as jax jax-cuda12-plugin and jax-cuda12-pjrt with --no-deps, and nvidia-cuda-nvcc-cu12 (they need no GPU)"
         )
     machines, _, of_each = shape.rpartition("x")

@@ -311,7 +311,7 @@ def test_a_prepared_tfds_dataset_by_directory_and_by_name_without_tensorflow(tmp
 
 
 def test_hf_dataset_from_disk_and_by_split(tmp_path):
-    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install wedlm_jax[datasets]")
+    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install datasets")
     made = datasets.DatasetDict(
         train=datasets.Dataset.from_list(CHATS[:5]), test=datasets.Dataset.from_list([as_pair(c) for c in CHATS[5:]])
     )
@@ -328,7 +328,7 @@ def test_hf_dataset_from_disk_and_by_split(tmp_path):
 
 @pytest.mark.parametrize("form", [("arrow", None), ("numpy", None), ("python", ["number"])])
 def test_an_hf_dataset_is_read_as_it_is_whatever_format_it_was_saved_in(tmp_path, form):
-    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install wedlm_jax[datasets]")
+    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install datasets")
     rows = datasets.Dataset.from_list([{**one, "number": number} for number, one in enumerate(CHATS)])
     rows.with_format(form[0], columns=form[1]).save_to_disk(str(tmp_path))
     assert epoch(config_of(tmp_path, "hf_dataset")) == chat_texts(CHATS)

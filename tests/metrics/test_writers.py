@@ -139,7 +139,7 @@ def test_no_other_tracker_is_touched_unless_asked(tmp_path, monkeypatch):
 
 def test_weights_and_biases_that_is_not_installed_is_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"train.wandb=mine needs the package wandb: pip install 'wedlm_jax\[wandb\]'"):
+    with pytest.raises(UserError, match=r"train.wandb=mine needs the package wandb: pip install wandb"):
         MetricsWriter(tmp_path, start_step=0, wandb="mine")
 
 

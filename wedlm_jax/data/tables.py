@@ -125,9 +125,7 @@ class HfTable(Table):
         try:
             import datasets
         except ImportError:
-            raise UserError(
-                'data.source=hf_dataset needs the datasets package: pip install "wedlm_jax[datasets]"'
-            ) from None
+            raise UserError("data.source=hf_dataset needs the package datasets: pip install datasets") from None
         split = self._config.dataset_split or "train"
         folder = Path(self._path).expanduser()
         one, several = ((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))

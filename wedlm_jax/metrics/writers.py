@@ -202,7 +202,7 @@ def require_wandb(project: str) -> Any:
         import wandb
     except ImportError:
         raise UserError(
-            f"train.wandb={project} needs the package wandb: pip install 'wedlm_jax[wandb]', or set train.wandb=none"
+            f"train.wandb={project} needs the package wandb: pip install wandb, or set train.wandb=none"
         ) from None
     return wandb
 
