@@ -54,13 +54,18 @@ def test_what_is_asked_for_is_never_replaced_in_silence():
         choose("tokamax", {}, "cpu")
 
 
-def test_a_choice_is_logged_once_with_its_reason(caplog):
+def test_a_choice_is_logged_once_with_its_reason_and_a_kernel_that_is_not_taken_is_warned_of(caplog):
+    """Warnings alone are shown where nobody has set up logging, as in every command."""
     choice.log_once.cache_clear()
     with caplog.at_level(logging.INFO, "wedlm_jax"):
         for _ in range(2):
             choose("auto", {"splash": "rows of 8"}, "tpu")
-    assert [record.getMessage() for record in caplog.records] == [
-        "attention: xla, on tpu, because of splash: rows of 8"
+            choose("auto", {"splash": None}, "tpu")
+            choose("auto", {}, "cpu")
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "attention: xla, on tpu, because of splash: rows of 8"),
+        ("INFO", "attention: splash, on tpu"),
+        ("INFO", "attention: xla, on cpu"),
     ]
 
 
@@ -75,8 +80,8 @@ def test_splash_runs_by_our_kernels_unless_their_trial_or_the_length_of_a_row_sp
         assert not patterns._own_kernels(long, long)
         monkeypatch.setattr(trial, "failure", lambda kernels, *_: f"{kernels} are wrong")
         assert not patterns._own_kernels(q, k)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"attention: splash by jax's kernels, because of ours: {reason}"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"attention: splash by jax's kernels, because of ours: {reason}")
         for reason in ("65536 keys of 128 are too many for a chip's memory", "splash are wrong")
     ]
 

@@ -269,7 +269,7 @@ def _own_kernels(q: jax.Array, k: jax.Array) -> bool:
     if reason is None and jax.default_backend() == "tpu":
         reason = trial.failure("splash", q.shape[2], *k.shape[2:], q.dtype)
     if reason is not None:
-        choice.log_once("splash by jax's kernels", f"because of ours: {reason}")
+        choice.log_once("splash by jax's kernels", f"because of ours: {reason}", falls_back=True)
     return reason is None
 
 

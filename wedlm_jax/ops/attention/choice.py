@@ -45,16 +45,18 @@ def choose(
     if asked == "tokamax" and platform not in PLATFORMS[asked]:
         raise UserError(f"model.attention=tokamax is for GPUs, and this is {platform}; choose auto or xla")
     kernel = next((name for name, platforms in PLATFORMS.items() if platform in platforms), None)
+    falls_back = False
     if asked != "auto":
         chosen, why = str(asked), "as asked"
     elif kernel is None:
         chosen, why = "xla", f"on {platform}"
     elif reason := unsupported[kernel] or (failures[kernel]() if kernel in failures else None):
         chosen, why = "xla", f"on {platform}, because of {kernels.get(kernel, kernel)}: {reason}"
+        falls_back = True
     else:
         chosen, why = kernel, f"on {platform}"
     runs = kernels.get(chosen, chosen)
-    log_once(runs, why)
+    log_once(runs, why, falls_back=falls_back)
     return runs
 
 
@@ -71,6 +73,7 @@ def target_platform() -> str:
 
 
 @functools.cache
-def log_once(chosen: str, why: str) -> None:
-    """Says what is used, and why, the first time."""
-    log.info("attention: %s, %s", chosen, why)
+def log_once(chosen: str, why: str, *, falls_back: bool) -> None:
+    """Says what is used, and why, the first time; where that is not what was to be used, as a warning, which Python shows by
+    itself."""
+    log.log(logging.WARNING if falls_back else logging.INFO, "attention: %s, %s", chosen, why)

@@ -3,7 +3,7 @@
 Those for GPUs have run on one kind of them (an H200), and those of flash attention are another library's, reached below its
 public functions; ours for TPUs have run on none. So the first program that could use them runs them once on short rows of its own
 heads and dtype, forward and backward where there is a backward, beside dense attention: where they end with an error (a GPU too
-old for them, say) or with other numbers, XLA's own attention, or jax's splash, is used and the log says why. What is tried is
+old for them, say) or with other numbers, XLA's own attention, or jax's splash, is used and a warning says why. What is tried is
 whether they are wrong; how exact and how fast they are is measured by benchmarks/gpu.sh, on GPUs.
 """
 
