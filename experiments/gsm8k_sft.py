@@ -4,8 +4,8 @@
     python -m wedlm_jax.train --exp gsm8k_sft model.path=DIR
 
 The first command downloads and prepares the data (it needs TensorFlow, once; the training does not). 400 steps of 16 rows of
-1,024 tokens. Problems of the `test` split are not read; a file of them (docs/measuring.md, "Questions of your own") is scored
-before and after, by every decoder:
+1,024 tokens. Problems of the `test` split are not read; a file of them (docs/measuring.md, "Questions of your own") is scored by
+AR of the model before, and by every decoder after:
 
     python -m wedlm_jax.evaluate --exp gsm8k_sft evaluation.questions=gsm8k.jsonl evaluation.max_new_tokens=512
 
