@@ -1,7 +1,9 @@
 """A bad flag of any command is one line that names it, with exit status 2."""
 
+import ast
 import dataclasses
 import importlib
+import itertools
 import os
 import re
 import subprocess
@@ -224,3 +226,22 @@ def test_another_broken_pipe_is_not_hidden():
 
     with pytest.raises(BrokenPipeError):
         main()
+
+
+def test_the_help_of_a_field_is_one_line_of_source():
+    """Of a docstring of several tyro breaks its lines where the source does, whatever the width of the terminal."""
+    package = Path(wedlm_jax.__file__).parent
+    bodies = [
+        (path, scope.body)
+        for path in sorted(package.rglob("*.py"))
+        for scope in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(scope, ast.ClassDef)
+    ]
+    helps = [
+        (f"{path.relative_to(package)}:{said.lineno}", said.value.value)
+        for path, body in bodies
+        for field, said in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant)
+    ]
+    assert len(helps) > 50
+    assert [place for place, text in helps if "\n" in text] == []

@@ -69,12 +69,16 @@ class Bench(ModelFlags):
     """Decode on behind an end token, so that every completion has the same length."""
     baseline: tuple[Literal["transformers", "vllm"], ...] = ()
     """Other engines, by AR on the same weights as a `qwen3` directory, prompts, lengths and dtype."""
-    official: Annotated[Path | None, tyro.conf.arg(metavar="CHECKOUT")] = None
-    """The official repository, checked out: its engine beside our streaming, steps and tokens. On CPUs alone, where dense code
-    of ours stands in for its kernels; set JAX_PLATFORMS=cpu where there is a GPU."""
+    official: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="CHECKOUT",
+            help="The official repository, checked out: its engine beside our streaming, steps and tokens. On CPUs alone, where "
+            "dense code of ours stands in for its kernels; set JAX_PLATFORMS=cpu where there is a GPU.",
+        ),
+    ] = None
     python: Annotated[str, tyro.conf.arg(metavar="PYTHON")] = sys.executable
-    """The interpreter that has torch and what --baseline and --official need: the latter transformers, safetensors, tqdm and
-    xxhash."""
+    """The interpreter with torch and what --baseline needs; --official needs transformers, safetensors, tqdm and xxhash."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where bench.json and bench.png go; nowhere if not given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()

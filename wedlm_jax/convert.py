@@ -43,8 +43,7 @@ class Convert:
     """Load both sides with torch and transformers, compare logits with ours in float32."""
     adapter: AdapterFlag = None
     only_adapter: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Write the adapter alone: a directory that every --adapter takes, and PEFT too where it works on all rows. Without it an
-    adapter of all rows is merged into the weights."""
+    """Write the adapter alone, for --adapter (of all rows, for PEFT too); else one of all rows is merged into the weights."""
 
 
 def convert(args: Convert) -> None:

@@ -85,9 +85,7 @@ class Evaluate:
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Problems a task at most, instead of what the experiment says (with --model: 100, of --questions all)."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where results.json and results.png go, and until then unfinished.json with the tasks that are done; with --exp
-    WORKDIR/evaluation if not given, evaluation@500 where --workdir names that step, evaluation-counting-10 where overrides,
-    --task and --limit make another one of it (a digest where that is long); with --model nowhere if not given."""
+    """Where results.json and results.png go. If not given, with --exp WORKDIR/evaluation or beside it, with --model nowhere."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 

@@ -38,11 +38,9 @@ class DecodeConfig:
 
     decoder: Decoder = "streaming"
     window_size: int | Literal["auto"] = DEFAULT_WINDOW
-    """W: masks in play (streaming, verified); at most W - 1 drafts (lookup). auto: 4 to 32, for each row and step by what was
-    accepted and how many rows a forward computes (verified); 16 (others)."""
+    """W: masks in play (streaming, verified), W - 1 drafts at most (lookup). auto: 4 to 32 by acceptance (verified), else 16."""
     entropy_threshold: float | Literal["auto"] | None = "auto"
-    """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 (streaming, unless calibrated) or 0.7
-    (verified)."""
+    """tau in nats: masks below it are filled; none = one a step, inf = all, auto = 0.4 or as calibrated (verified: 0.7)."""
     distance_penalty: float | Literal["auto"] = "auto"  # lambda in nats per slot right of the leftmost mask (Eq. 11)
     fill_rule: FillRule = "auto"
     """Masks below tau: each, sum (all of them together) or run (from the left); auto: run for verified, else each."""

@@ -46,17 +46,26 @@ class Generate(ChatModelFlags):
     """Text to complete, as it is."""
     message: str | None = None
     """A message to answer: what a user says, put through the model's chat template."""
-    input: Annotated[Path | None, tyro.conf.arg(metavar="IN.jsonl")] = None
-    """One JSON object a line: {"prompt": str}, {"messages": [...]} (tools and chat_template_kwargs may be beside them) or
-    {"prompt_ids": [int, ...]}."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="OUT.jsonl")] = None
-    """Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given. Until it is whole the
-    lines are in OUT.jsonl.unfinished, behind which the same command goes on."""
+    input: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="IN.jsonl",
+            help='One JSON object a line: {"prompt": str}, {"messages": [...]} (tools and chat_template_kwargs may be beside '
+            'them) or {"prompt_ids": [int, ...]}.',
+        ),
+    ] = None
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            metavar="OUT.jsonl",
+            help="Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given. Until it "
+            "is whole the lines are in OUT.jsonl.unfinished, behind which the same command goes on.",
+        ),
+    ] = None
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
     details: bool = False
-    """Also give the AR log-probability of every token (nats) and, of verified and lookup, how many drafts were checked and
-    agreed with AR, by their distance in slots."""
+    """Also give each token's AR log-probability (nats) and, of verified and lookup, how many drafts agreed, by distance."""
     n: int = 1
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16

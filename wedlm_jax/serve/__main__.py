@@ -46,8 +46,7 @@ class Serve(ChatModelFlags):
     queue: int = 256
     """Requests that may wait; more are refused with status 429."""
     cache_limit: int | None = None
-    """Bytes that all caches may take: each decoder and size of window that is asked for has one of its own, and idle ones give
-    way. None: what the device has."""
+    """Bytes that all caches may take, one for each decoder and size of window in use; idle ones give way. None: the device's."""
     steps: int = 4
     """Forwards between two looks at who has come, left or finished: fewer stream in smaller pieces, more cost the host less."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig(decoder="verified", max_new_tokens=512)
