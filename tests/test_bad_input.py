@@ -96,7 +96,7 @@ CONFIG = {
 
 MESH = {
     "more devices than there are": Case(f"{TRAIN} mesh.data=3", "mesh.data=3 x mesh.fsdp=1 x .* does not fit 8 devices"),
-    "two axes of all that is left": Case(f"{TRAIN} mesh.fsdp=-1", "mesh: only one of data, fsdp, tensor may be -1"),
+    "two axes of all that is left": Case(f"{TRAIN} mesh.fsdp=-1", "mesh.data and mesh.fsdp are -1, .*; set mesh.data=1"),
     "an axis of nothing": Case(f"{TRAIN} mesh.fsdp=0", "mesh.fsdp=0 must be at least 1, or -1"),
     "heads that cannot be cut": Case(
         f"{TRAIN} mesh.data=1 mesh.tensor=8", "mesh.tensor=8 does not divide heads=4 of .*; choose a divisor"

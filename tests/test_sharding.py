@@ -86,7 +86,10 @@ def test_eight_devices_hold_the_batch_in_eight_parts():
     [
         ({"data": 3}, "mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 does not fit 8 devices"),
         ({"data": 0}, "mesh.data=0 must be at least 1"),
-        ({"data": -1, "fsdp": -1}, "only one of data, fsdp, tensor may be -1"),
+        (
+            {"data": -1, "fsdp": -1},
+            "mesh.data and mesh.fsdp are -1, and only one can have all that are left; set mesh.data=1",
+        ),
         ({"data": -1, "tensor": 16}, "mesh.fsdp=1 x mesh.tensor=16 does not divide the 8 devices"),
     ],
 )

@@ -48,8 +48,9 @@ class MeshConfig:
         for name, size in sizes.items():
             if size < 1 and size != -1:
                 raise UserError(f"mesh.{name}={size} must be at least 1, or -1 for all the devices that are left")
-        if list(sizes.values()).count(-1) > 1:
-            raise UserError(f"mesh: only one of {', '.join(sizes)} may be -1")
+        left = [f"mesh.{name}" for name, size in sizes.items() if size == -1]
+        if len(left) > 1:
+            raise UserError(f"{' and '.join(left)} are -1, and only one can have all that are left; set {left[0]}=1")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
