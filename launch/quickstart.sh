@@ -2,7 +2,7 @@
 # The main job, from nothing: bash launch/quickstart.sh
 #
 # Trains a small AR model, adapts it to WeDLM, compares its decoders, exports it to a Hugging Face directory and completes
-# a prompt with the export. From any folder, safe to repeat: what is finished is found and kept. Everything lands in runs/.
+# a prompt with the export. From any folder, safe to repeat: what is installed and trained is kept. Everything lands in runs/.
 set -euo pipefail
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

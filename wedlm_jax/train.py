@@ -79,7 +79,7 @@ def main() -> None:
     flags = parse(Flags, prog="python -m wedlm_jax.train", config=(tyro.conf.FlagCreatePairsOff,))
     if flags.list:
         for name, summary in list_experiments().items():
-            print(f"{name:24} {summary}")
+            print(f"{name:26} {summary}")
     elif flags.exp is None:
         raise UserError("name an experiment: --exp NAME (--list shows them) or --exp FILE.py")
     else:
