@@ -4,8 +4,10 @@ import dataclasses
 import json
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
+from flax import nnx
 
 from tests.bad_input import full_disk
 from tests.baselines.engines import with_fake_engines
@@ -16,6 +18,7 @@ from wedlm_jax.baselines.process import EngineEnded
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.speed import Speed, Work
+from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.pretrained import save
 
 
@@ -90,6 +93,27 @@ def test_other_engines_decode_the_same_work(monkeypatch, capsys, model_dir, tmp_
     assert [row["tokens_per_forward"] for row in results["rows"]][2:] == [1, 1]
     assert [row["work"]["batch"] for row in results["official"]] == [2] and results["official"][0]["same_rows"] == 0
     assert "Streaming beside the official engine" in out and "2 rows part" in " ".join(out.split())
+
+
+def test_other_engines_read_a_model_of_any_family_and_the_official_one_qwen3_alone(monkeypatch, capsys, tmp_path):
+    config = dataclasses.replace(tiny_model().config, qkv_bias=True, qk_norm=False)
+    save(
+        dataclasses.replace(tiny_model(), config=config, transformer=Transformer(config, rngs=nnx.Rngs(0))),
+        tmp_path / "m",
+    )
+    with_fake_engines(monkeypatch, tmp_path)
+    Cells(monkeypatch)
+    read = []
+
+    def answer(engine, message):
+        read.append(json.loads((Path(message["model"]) / "config.json").read_text())["model_type"])
+        return {}
+
+    monkeypatch.setattr("wedlm_jax.baselines.process.Baseline.ask", answer)
+    flags = grid(tmp_path / "m", tmp_path, "--baseline", "transformers")
+    assert run(monkeypatch, capsys, *flags)[0] == 0 and read == ["qwen2"]
+    status, _, err = run(monkeypatch, capsys, *flags, "--official", tmp_path)
+    assert status == 2 and "--official has been compared on qwen3 models alone" in err
 
 
 def speed(decoder, batch, over_ar, tokens=6):

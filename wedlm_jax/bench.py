@@ -68,7 +68,7 @@ class Bench(ModelFlags):
     ignore_end: bool = False
     """Decode on behind an end token, so that every completion has the same length."""
     baseline: tuple[Literal["transformers", "vllm"], ...] = ()
-    """Other engines, by AR on the same weights as a `qwen3` directory, prompts, lengths and dtype."""
+    """Other engines, by AR on the same weights as a directory of stock transformers' (`qwen3`, `qwen2`, `llama`), prompts, lengths and dtype."""
     official: Annotated[
         Path | None,
         tyro.conf.arg(
@@ -203,14 +203,15 @@ def started(
         raise UserError(
             "--official runs streaming, and its engine takes no adapter of mask rows; leave one of the two out"
         )
+    if args.official is not None and stock_arch(model.config) != "qwen3":
+        raise UserError(
+            f"--official has been compared on qwen3 models alone, and this one is {stock_arch(model.config)}; leave it out"
+        )
     names: list[Name] = [*args.baseline, *(() if args.official is None else ("official",))]
     if not names:
         return [], None
     export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
-    arch = stock_arch(model.config)
-    if args.official is not None and arch != "qwen3":
-        raise UserError(f"--official: its engine was tried with qwen3 alone, and this model is {arch}; leave it out")
-    pretrained.save(plain(model), export, arch)
+    pretrained.save(plain(model), export, stock_arch(model.config))
     rows, context = max(args.batches), max(piece.prompt_tokens + piece.output_tokens for piece in work)
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,

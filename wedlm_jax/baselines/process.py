@@ -44,7 +44,7 @@ class Baseline:
     Args:
       name: which one; `official` is the engine of a checkout of the WeDLM repository.
       python: an interpreter that has it.
-      model: an HF directory of type qwen3.
+      model: an HF directory of type qwen3 or, but for the official engine, qwen2 or llama.
       settings: further entries of the job: `dtype`; `rows`, `context` and `cache_bytes`, the most that it will hold; for the
         official engine `checkout`, `window_size`, `mask_token_id`.
 
