@@ -5,6 +5,9 @@
 #   WEDLM_COORDINATOR=host0:12345 WEDLM_NUM_PROCESSES=2 WEDLM_PROCESS_ID=0 launch/gpu.sh ...    on host0
 #   WEDLM_COORDINATOR=host0:12345 WEDLM_NUM_PROCESSES=2 WEDLM_PROCESS_ID=1 launch/gpu.sh ...    on host1
 #
+# host1 must reach host0 at this port and at the one below it (12344). The processes wait WEDLM_START_TIMEOUT (300) seconds for each
+# other.
+#
 # One process drives all GPUs of its machine, so on one machine no variable is needed. It is started again, up to
 # WEDLM_RESTARTS (10) times, whatever it died of: the run goes on from its last checkpoint. It is not where it ended well,
 # with bad input (status 2) or by a signal that was not waited for (130, 143), nor after Ctrl-C or a SIGTERM to this script: the
