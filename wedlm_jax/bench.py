@@ -68,7 +68,7 @@ class Bench(ModelFlags):
     ignore_end: bool = False
     """Decode on behind an end token, so that every completion has the same length."""
     baseline: tuple[Literal["transformers", "vllm"], ...] = ()
-    """Other engines, by AR on the same weights as a directory of stock transformers' (`qwen3`, `qwen2`, `llama`), prompts, lengths and dtype."""
+    """Other engines, by AR on the same weights as a `qwen3`, `qwen2` or `llama` directory, prompts, lengths and dtype."""
     official: Annotated[
         Path | None,
         tyro.conf.arg(
