@@ -84,7 +84,7 @@ def test_a_workdir_that_this_process_cannot_write_is_told_before_it_trains(folde
     with (
         forbidden(str(folder / ".start"), 0o400),
         pytest.raises(
-            UserError, match=r"\.start: cannot be written \(permission denied\); let every process write there"
+            UserError, match=r"\.start: cannot be written \(permission denied\); allow writing there for every process"
         ),
     ):
         await_prepared(folder)

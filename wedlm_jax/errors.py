@@ -44,24 +44,20 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, mend: str = "make room or name another place") -> Iterator[None]:
-    """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it. Where it
-    may not, no room helps, and the mend says so."""
+def writing(path: Path, then: str = "or name another place") -> Iterator[None]:
+    """Around what writes `path`: a full disk, or a folder that may not be written, becomes a `UserError` that names it, and the
+    mend: `room_for` it, and `then` what else."""
     try:
         yield
     except OSError as error:
-        mended = mend.replace(_MAKE_ROOM, room_for(error))
-        raise UserError(f"{path}: cannot be written ({reason(error).lower()}); {mended}") from error
-
-
-_MAKE_ROOM = "make room"
+        raise UserError(f"{path}: cannot be written ({reason(error).lower()}); {room_for(error)} {then}") from error
 
 
 def room_for(error: BaseException) -> str:
     """What lets a file be written that could not be: room, or the permission, of which orbax tells in words of its own."""
     text = reason(error).lower()
     denied = isinstance(error, PermissionError) or "permission denied" in text or "read-only file system" in text
-    return "allow writing there" if denied else _MAKE_ROOM
+    return "allow writing there" if denied else "make room"
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:

@@ -33,7 +33,7 @@ def sole_writer(workdir: Path) -> Iterator[None]:
     if not is_main():
         yield
         return
-    with writing(workdir, "make room or choose another --workdir"):
+    with writing(workdir, "or choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
         file = (workdir / FILE).open("a")
     with file:

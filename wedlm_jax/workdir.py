@@ -46,7 +46,7 @@ from wedlm_jax.results import replacing
 DIGESTS = "digests"  # in a checkpoint, beside the place in the data: as `digests_of` gives them
 _START = ".start"  # a number of process 0, another at every start: who reads it has the same folder
 _STALE_SECONDS = 60.0  # for which NFS may tell that a file is not there that another machine has written
-_MEND = "make room or choose another --workdir"
+_THEN = "or choose another --workdir"
 _NOT_SHARED = "choose a --workdir that all processes share (NFS, or a bucket mounted with gcsfuse)"
 
 
@@ -92,7 +92,7 @@ def await_prepared(workdir: Path) -> None:
         return
     file, number = workdir / _START, secrets.randbits(31)
     if is_main():
-        with writing(file, _MEND):
+        with writing(file, _THEN):
             file.write_text(str(number))
     number = of_main(number)
     if is_main():
@@ -106,7 +106,7 @@ def await_prepared(workdir: Path) -> None:
 
 def _holds(file: Path, number: int) -> bool:
     """Whether it holds the number; opened as for writing, since every process writes its part of a checkpoint."""
-    with writing(file, "let every process write there, or choose another --workdir"):
+    with writing(file, "for every process, or choose another --workdir"):
         try:
             with file.open("r+") as opened:
                 return opened.read() == str(number)
@@ -279,11 +279,11 @@ def prepare_workdir(
         )
     model = shape_of(experiment, initial)
     folder = workdir / TOKENIZER_FOLDER
-    with writing(folder, _MEND):
+    with writing(folder, _THEN):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _find_tokenizer(experiment, initial, folder)
     if initial is not None:
-        with writing(folder, _MEND):
+        with writing(folder, _THEN):
             _keep_generation_config(initial, folder)
     if (rows := vocabulary_rows(tokenizer)) > model.vocab_size:
         raise UserError(
@@ -297,7 +297,7 @@ def prepare_workdir(
     # Decoding stops where the training data end a turn, too: a base model's configs may not name that token.
     learned = with_end_token(tokenizer, experiment.data.end_token).eos_token_id
     end_ids = tuple(dict.fromkeys(token for token in (*known, learned) if token is not None))
-    with writing(workdir, _MEND):
+    with writing(workdir, _THEN):
         ModelFile(model, mask_token_id, end_ids, base, init_from).write(workdir)
         (workdir / FILE).write_text(experiment.to_json())
 
@@ -316,14 +316,14 @@ def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path)
     """The tokenizer that tokenizer.path names, else the one of init_from, else one trained on the data; kept in `folder`."""
     if initial is None or experiment.tokenizer.path is not None:
         tokenizer = with_chat_template(make_tokenizer(experiment.tokenizer, experiment.data), experiment.data)
-        with writing(folder, _MEND):
+        with writing(folder, _THEN):
             _remove_earlier(folder)
             save_tokenizer(tokenizer, folder)
         return tokenizer
     if initial.tokenizer is None:
         raise UserError(f"init_from={experiment.init_from} has no tokenizer; name the folder of one as tokenizer.path")
     tokenizer = with_chat_template(initial.tokenizer, experiment.data)
-    with writing(folder, _MEND):
+    with writing(folder, _THEN):
         _remove_earlier(folder)
         copy_tokenizer_files(initial.files, initial.tokenizer, folder)
         if tokenizer is not initial.tokenizer:

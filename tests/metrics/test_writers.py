@@ -123,7 +123,8 @@ def test_a_disk_that_fills_under_tensorboard_is_one_line_and_no_wait(tmp_path):
     """More numbers than a queue holds; metrics.jsonl still has room."""
     numbers = {f"number_{number}": 0.5 for number in range(60)}
     told = pytest.raises(
-        UserError, match=r"tensorboard: cannot be written \(file too large\); the checkpoints are kept"
+        UserError,
+        match=r"tensorboard: cannot be written \(file too large\); make room and start .* the checkpoints are kept",
     )
     with told, MetricsWriter(tmp_path, start_step=0, tensorboard=True) as writer, full_disk(2000):
         writer.write(1, numbers)

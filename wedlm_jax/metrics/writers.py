@@ -25,7 +25,7 @@ SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FILE = "wandb_id"  # of the run at Weights & Biases that the workdir is
 
-_KEPT = "the checkpoints are kept"
+_KEPT = "and start the same command again; the checkpoints are kept"
 
 Numbers = Mapping[str, float | int | None]
 
