@@ -105,3 +105,14 @@ def test_a_part_that_holds_nothing_out_is_told_once(tmp_path, capsys):
         next(iterator)
     told = f"warning: the held-out split holds no document of {tmp_path / 'second.jsonl'}; raise data.held_out_share"
     assert capsys.readouterr().err.splitlines() == [told]
+
+
+def test_a_share_that_cannot_be_set_is_not_asked_for(tmp_path, capsys):
+    """Beside a source that splits itself."""
+    path = write_lines(tmp_path / "few.jsonl", [TRAINED])
+    parts = (WeightedSource("quickstart_tasks"), WeightedSource("chat", str(path)))
+    config = DataConfig(source="mixture", mixture=parts, row_length=256)
+    iterator = stream(config, split="held_out")
+    next(iterator)
+    told = f"warning: the held-out split holds no document of {path}; give it more records"
+    assert capsys.readouterr().err.splitlines() == [told]

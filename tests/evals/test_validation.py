@@ -149,5 +149,16 @@ def test_few_held_out_documents_are_told_and_none_is_shown_twice(tokenizer, para
     assert 0 < len(shown) == len(set(shown)) < 6
     told = capsys.readouterr().err
     assert told.startswith(f"note: different held-out documents: {len(shown)}; they come again, "), told
+    assert "; a larger data.held_out_share, in another workdir, holds out more" in told
     validation(tokenizer)
     assert capsys.readouterr().err == ""
+
+
+def test_of_data_with_a_share_of_their_own_more_are_asked_for(tokenizer, capsys):
+    """`held_out_share`, which would be offered otherwise, is refused there."""
+    few = dataclasses.replace(EXPERIMENT.data, num_problems=2)
+    Validation(
+        few, EXPERIMENT.evaluation, SETTINGS, tokenizer, (2,), one_device_mesh(), rows=2, num_batches=2, num_samples=0
+    )
+    told = capsys.readouterr().err
+    assert told.startswith("note: different held-out documents: 2;") and "; more data, in another workdir, " in told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from wedlm_jax.config_tree import check_choices
@@ -176,9 +176,14 @@ class DataConfig(SourceConfig):
                 f"data.self_generated is set, but data.source={without[0]} has no prompts; use conversations, or prompts "
                 "with completions"
             )
-        if self.held_out_share is not None and (own := [p.source for p in parts if p.source in _SPLIT_THEMSELVES]):
+        if self.held_out_share is not None and (own := _that_split_themselves(parts)):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
         return parts
+
+    @property
+    def share_is_fixed(self) -> bool:
+        """Whether `held_out_share` cannot be set, since a source has its own."""
+        return bool(_that_split_themselves(self.parts))
 
     @property
     def chat_template_variables(self) -> Variables:
@@ -199,3 +204,7 @@ class DataConfig(SourceConfig):
 _HELD_OUT_SHARE = 0.02
 _LEAST_SHARE = 1e-9  # of the part with the largest weight; a part with less would hardly come in any training
 _SPLIT_THEMSELVES = ("quickstart_tasks", "stdlib_code")
+
+
+def _that_split_themselves(parts: Iterable[SourceConfig]) -> list[str]:
+    return [part.source for part in parts if part.source in _SPLIT_THEMSELVES]

@@ -61,6 +61,7 @@ class Documents:
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         self.records = [len(source) for source in self._sources]
         self.names = [str(part.path or part.source) for part in config.parts]
+        self.share_is_fixed = config.share_is_fixed
         self.epoch = sum(self.records)  # documents, of both splits where a source has both
 
     @functools.cached_property

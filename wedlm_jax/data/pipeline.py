@@ -24,8 +24,12 @@ State = dict[str, list[int]]  # one int for every group, and RECORDS
 RECORDS = "records"  # in a state: the number of records of each source
 
 _NO_DOCUMENT: Mapping[Split, str] = {
-    "train": "the training split holds no document{}; lower data.held_out_share, in another workdir",
-    "held_out": "the held-out split holds no document{}; raise data.held_out_share",
+    "train": "the training split holds no document",
+    "held_out": "the held-out split holds no document",
+}
+_OTHER_SHARE: Mapping[Split, str] = {
+    "train": "lower data.held_out_share, in another workdir",
+    "held_out": "raise data.held_out_share",
 }
 
 
@@ -183,7 +187,8 @@ def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> 
         for drought, name in ((whole, None), (parts[document.part], documents.names[document.part])):
             if not drought.see(document):
                 continue
-            message = _NO_DOCUMENT[split].format(f" of {name}" if name else "")
+            mend = "give it more records" if documents.share_is_fixed else _OTHER_SHARE[split]
+            message = f"{_NO_DOCUMENT[split]}{f' of {name}' if name else ''}; {mend}"
             if drought.reason:
                 message = f"every record of {name or 'the data'} is bad, the last: {drought.reason}"
             if split == "train" or drought is whole:

@@ -90,9 +90,10 @@ class Validation:
             raise UserError(f"{asked}, or measure nothing with train.eval_every=0") from error
         held_out = [tokens.tobytes() for batch in drawn for tokens, _ in documents(batch)]
         if is_main() and len(held_out) >= 2 * (different := len(set(held_out))):
+            more = "more data" if data.share_is_fixed else "a larger data.held_out_share"
             print(
                 f"note: different held-out documents: {different}; they come again, {len(held_out)} times in all, to fill "
-                f"train.eval_batches={num_batches}; a larger data.held_out_share, in another workdir, holds out more",
+                f"train.eval_batches={num_batches}; {more}, in another workdir, holds out more",
                 file=sys.stderr,
             )
         self._batches = [place(batch, mesh) for batch in drawn]
