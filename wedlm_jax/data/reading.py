@@ -32,6 +32,7 @@ class Reader:
         self._documents, self._num_workers = documents, num_workers
         self._ahead = max(_CHUNKS_AHEAD * num_workers // iterators, num_workers)
         self._pool: concurrent.futures.ProcessPoolExecutor | None = None
+        self._has_read = False  # something, through the workers
 
     def read(self, start: int, step: int) -> Iterator[Document]:
         """`documents[start]`, `documents[start + step]`, ... without end.
@@ -51,12 +52,15 @@ class Reader:
                 if len(waiting) <= self._ahead:
                     continue
                 documents, error = waiting.popleft().result()
+                self._has_read = True
                 yield from documents
                 if error is not None:
                     raise error
         except BrokenProcessPool:
+            # Each first imports the script that was started: without that line it would train there, too.
+            script = "" if self._has_read else ' or a script that trains without `if __name__ == "__main__":`?'
             raise UserError(
-                "a worker process of the data died (out of memory?); data.num_workers=0 reads in the training process"
+                f"a worker process of the data died (out of memory?{script}); data.num_workers=0 reads in the training process"
             ) from None
         finally:
             for future in waiting:
