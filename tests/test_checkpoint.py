@@ -200,6 +200,15 @@ def test_the_best_and_the_last_finite_checkpoint_outlive_the_newest_ones(metrics
     assert steps_to_keep(metrics, last=last, best_metric="loss") == kept
 
 
+@pytest.mark.parametrize(
+    ("of", "best"), [(("4", "4", "4"), 1), (("4", "9", "9"), 2), (("4", "9", "4"), 1), ((None, None, "9"), 1)]
+)
+def test_the_best_checkpoint_is_the_best_of_those_measured_as_the_newest_is(of, best):
+    """Losses of other held-out batches, or of before the masks, tell nothing beside its own; earlier versions did not say."""
+    metrics = {step: {"loss": 0.1 * step, **({"measured_of": said} if said else {})} for step, said in enumerate(of, 1)}
+    assert steps_to_keep(metrics, last=1, best_metric="loss") == {best, 3}
+
+
 def test_the_best_checkpoint_is_not_deleted_by_newer_ones(tmp_path):
     state = fresh_state()
     for steps in ([1, 2, 3], [4, 5]):  # a resumed run knows it too

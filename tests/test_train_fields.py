@@ -11,7 +11,7 @@ import pytest
 from tests.data.tiny import sentence, tokenizer, write_lines
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
-from wedlm_jax.checkpoint import Checkpoints, saved_steps
+from wedlm_jax.checkpoint import Checkpoints, chosen_step, saved_steps
 from wedlm_jax.config_tree import sections_of
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.tokenizer import save_tokenizer
@@ -106,6 +106,14 @@ def test_every_field_of_the_loop_changes_something(field, seen, tmp_path, reques
     assert changed != plain
     expected = {"keep_checkpoints": [4, 6], "best_metric": [4, 6], "checkpoint_every": [6]}
     assert changed["saved"] == expected.get(field, changed["saved"])
+
+
+@pytest.mark.parametrize(("ar_steps", "best"), [(0, 2), (3, 4), (6, 2)])
+def test_no_checkpoint_of_before_the_masks_is_the_best_of_a_run_that_has_some(ar_steps, best, seen, tmp_path):
+    """The loss that is stood in here rises: adapting a base costs some of its AR loss, too."""
+    fields = ("train.checkpoint_every=2", "train.eval_every=2", "train.best_metric=validation_ar_loss")
+    assert outcome(seen, tmp_path, *fields, f"objective.ar_steps={ar_steps}")["saved"] == sorted({best, 6})
+    assert chosen_step(tmp_path, "best") == best
 
 
 def test_a_bad_record_costs_no_step_and_the_run_goes_on_without_it(seen, tmp_path):

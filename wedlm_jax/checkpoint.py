@@ -41,6 +41,7 @@ from wedlm_jax.train_state import TrainState
 
 SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it that were not finite
 BEST_METRIC = "best_metric"  # beside it: the metric by which one checkpoint is kept as the best, or null
+MEASURED_OF = "measured_of"  # beside it: of how many batches, and whether masks were learned; others are not compared
 _FOLDER = "checkpoints"
 _ITEMS = ("params", "training", "data")
 _SECONDS_BETWEEN_LOOKS = 0.02  # while a checkpoint is being written
@@ -75,7 +76,7 @@ class Checkpoints:
             raise UserError(f"{self._folder}: {reason(error).lower()}; nothing can be saved") from error
 
     def save(
-        self, state: TrainState, step: int, data_state: Mapping[str, Any], metrics: Mapping[str, float | None]
+        self, state: TrainState, step: int, data_state: Mapping[str, Any], metrics: Mapping[str, float | str | None]
     ) -> None:
         """Saves the state after `step` batches, with the data iterator as it stands before the next one is drawn.
 
@@ -85,10 +86,9 @@ class Checkpoints:
         Raises:
           UserError: this checkpoint, or the one before it, could not be written; the others are kept.
         """
-        training = {name: value for name, value in _as_dict(state).items() if name not in ("params", "frozen")}
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),
-            training=ocp.args.StandardSave(training),
+            training=ocp.args.StandardSave(_training(state)),
             data=ocp.args.JsonSave(dict(data_state)),
         )
         self.wait()
@@ -164,10 +164,9 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, abstract: TrainState) -> Any:
-        training = {name: value for name, value in _as_dict(abstract).items() if name not in ("params", "frozen")}
         args = ocp.args.Composite(
             params=ocp.args.StandardRestore(abstract.params),
-            training=ocp.args.StandardRestore(training),
+            training=ocp.args.StandardRestore(_training(abstract)),
             data=ocp.args.JsonRestore(),
         )
         # Not by the manager: that waits for the other processes behind a restore, and who could not read its part never comes.
@@ -242,7 +241,7 @@ def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_m
     Args:
       metrics: of each checkpoint, by step.
       last: how many of the newest.
-      best_metric: a name in metrics; a checkpoint without it, or with one that is not finite, cannot be the best.
+      best_metric: a name in metrics; a checkpoint without it, not finite, or measured of other things than the newest is none.
     """
     steps = sorted(metrics)
     finite = [step for step in steps if not metrics[step].get(SKIPPED_IN_ROW)]
@@ -253,7 +252,9 @@ def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_m
 def _best_of(metrics: Mapping[int, Mapping[str, Any]], best_metric: str | None) -> int | None:
     measured = {step: metrics[step].get(best_metric or "") for step in metrics}
     measured = {step: value for step, value in measured.items() if value is not None and math.isfinite(value)}
-    return min(measured, key=lambda step: (measured[step], step), default=None)
+    of = metrics[max(measured)].get(MEASURED_OF) if measured else None
+    alike = (step for step in measured if metrics[step].get(MEASURED_OF, of) == of)  # earlier versions did not say
+    return min(alike, key=lambda step: (measured[step], step), default=None)
 
 
 def load_params(
@@ -331,8 +332,8 @@ def saved_steps(workdir: str | Path) -> list[int]:
     return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
 
 
-def _as_dict(state: TrainState) -> dict[str, Any]:
-    return {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+def _training(state: TrainState) -> dict[str, Any]:
+    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("params", "frozen")}
 
 
 def _forget_other_reads() -> None:

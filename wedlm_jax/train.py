@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import SKIPPED_IN_ROW, Checkpoints
+from wedlm_jax.checkpoint import MEASURED_OF, SKIPPED_IN_ROW, Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
@@ -290,7 +290,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 stop_if_not_finite(numbers, config)
                 if measured:
                     report.validation(step, measured, samples)
-                kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], **measured}
+                measured_of = f"{config.eval_batches} batches, {'with' if masks else 'without'} masks"
+                kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], MEASURED_OF: measured_of, **measured}
                 if save:
                     checkpoints.save(state, step, place_in_data(stream, shares, digests), kept_by)
                     saved = step
