@@ -340,4 +340,5 @@ def test_a_mixture_can_be_written_as_json(monkeypatch, folder):
     (chat, code) = mixed('[{"source": "chat", "path": "a.jsonl", "weight": 2}, {"source": "text", "path": "src"}]')
     assert (chat.source, chat.path, chat.weight, code.path) == ("chat", "a.jsonl", 2.0, "src")
     assert "no JSON (Expecting value); write a list of objects" in message_of(mixed, "chat,text")
-    assert "wieght: unexpected keyword argument" in message_of(mixed, '[{"source": "chat", "wieght": 2}]')
+    for name in ("wieght", "Weight"):
+        assert f"{name}: unexpected keyword argument" in message_of(mixed, f'[{{"source": "chat", "{name}": 2}}]')

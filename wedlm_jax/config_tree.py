@@ -54,7 +54,9 @@ def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config
         config = pydantic.TypeAdapter(cls).validate_python(tree)
     except pydantic.ValidationError as error:
         wrong = _first(error)
-        name = ".".join(part for part in map(str, wrong["loc"]) if not part[0].isupper())  # classes: choices of a union
+        name = ".".join(
+            part for part in map(str, wrong["loc"]) if not part[:1].isupper()
+        )  # classes: choices of a union
         line = _first_line(error)
         name = "" if line.startswith((f"{name}.", f"{name}:")) else name  # it says so itself
         raise UserError(": ".join(part for part in (source, name, line) if part)) from None
@@ -74,7 +76,7 @@ def read_value(annotation: Any, name: str, text: str) -> Any:
     except json.JSONDecodeError as error:
         raise UserError(f"{name}={text!r}: no JSON ({error.msg}); write a list of objects") from None
     except pydantic.ValidationError as error:
-        place = "".join(f"{part}: " for part in _first(error)["loc"] if str(part).islower())  # a field of an object
+        place = "".join(f"{part}: " for part in _first(error)["loc"] if isinstance(part, str))  # a field of an object
         raise UserError(f"{name}={text!r}: {place}{_first_line(error)}") from None
     _check_integers(value, "", name)
     return value
