@@ -46,7 +46,7 @@ def conversation(*messages):
 
 BAD_LINES = {
     "broken JSON": ('{"messages": [', "broken JSON (Expecting value, column 15)"),
-    "a JSON array": ("[1,", "a JSON array is not JSONL, which has one object a line"),
+    "a JSON array": ("[1]", "a JSON object is expected, with keys, and this is list"),
     "a key twice": ('{"messages": [], "messages": []}', "chat.jsonl:3: the key 'messages' is there twice; take one out"),
     "a key twice in a message": (
         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "chat.jsonl:3: the key 'content' is there twice",
@@ -147,6 +147,18 @@ def test_a_bad_line_is_told_with_file_line_and_reason_and_can_be_skipped(tmp_pat
     iterator = stream(skipping, batch_size=8)
     next(iterator), next(iterator)
     assert iterator.skipped_records >= 1 and iterator.get_state()["skipped_records"] == [iterator.skipped_records]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [json.dumps(GOOD), json.dumps(GOOD, indent=2), "".join(json.dumps(record, indent=2) + "\n" for record in GOOD)],
+    ids=["array", "array of many lines", "objects of many lines"],
+)
+def test_json_that_is_no_jsonl_is_told_whichever_line_is_met_first(tmp_path, text):
+    """The line that is told may be any, for all are shuffled; alone it says nothing of what is wrong."""
+    path = tmp_path / "chat.json"
+    path.write_text(text)
+    assert "; JSONL has one object a line, and no array of them" in told(config_of(path))
 
 
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):

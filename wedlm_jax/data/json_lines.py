@@ -85,11 +85,15 @@ class JsonLines:
             raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
         except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
             what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else reason(error)
-            hint = "; a JSON array is not JSONL, which has one object a line" if raw[:1] == b"[" else ""
-            raise BadRecord(f"broken JSON ({what}){hint}") from None
+            raise BadRecord(f"broken JSON ({what}){self._hint()}") from None
         if not isinstance(fields, dict):
-            raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}")
+            raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}{self._hint()}")
         return read_record(fields, self._config)
+
+    def _hint(self) -> str:
+        """For a bad line of a file of other JSON: one array of all records, or objects over several lines."""
+        first = self.fetch(0)
+        return "; JSONL has one object a line, and no array of them" if first[:1] == b"[" or first == b"{" else ""
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:
