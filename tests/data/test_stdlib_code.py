@@ -26,6 +26,14 @@ def test_a_folder_may_be_named_from_home(tmp_path, monkeypatch):
     assert [file.path for file in code_files("train", "~/code")] == ["argparse.py"]
 
 
+def test_a_folder_or_a_link_that_leads_nowhere_is_no_file_of_code(tmp_path):
+    (tmp_path / "argparse.py").write_text("x = 1\n")
+    (tmp_path / ".#argparse.py").symlink_to("user@host.1234")
+    (tmp_path / "chart.py").mkdir()
+    assert {split_of(name) for name in (".#argparse.py", "chart.py", "argparse.py")} == {"train"}
+    assert [file.path for file in code_files("train", tmp_path)] == ["argparse.py"]
+
+
 def test_a_missing_folder_an_empty_one_and_a_file_that_is_no_text_are_named(tmp_path):
     with pytest.raises(UserError, match="data.path=.*nowhere is not a folder"):
         code_files("train", tmp_path / "nowhere")

@@ -41,7 +41,8 @@ def code_files(split: Split, folder: str | Path | None = None, field: str = "dat
     root = Path(folder or sysconfig.get_path("stdlib")).expanduser()
     if not root.is_dir():
         raise UserError(f"{field}={root} is not a folder; name one with .py files")
-    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    # Editors leave links that lead nowhere (.#file.py), and a folder may have such a name too.
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py") if path.is_file()}
     chosen = sorted(name for name in paths if SKIPPED_FOLDERS.isdisjoint(Path(name).parts) and split_of(name) == split)
     files = [CodeFile(name, _read(paths[name])) for name in chosen]
     files = [file for file in files if file.text]
