@@ -114,6 +114,18 @@ def test_a_run_whose_experiment_says_nothing_of_its_model_may_go_on_with_another
         refuse(folder, (), ("model.remat=full", "model.dtype=bfloat16"))
 
 
+def test_the_model_to_start_from_may_be_spelled_otherwise_where_a_run_goes_on(folder, monkeypatch):
+    """As by a shell that completes it with a slash; it is not read again. A name on a hub is told as it is."""
+    monkeypatch.chdir(folder)
+    (folder / "base").mkdir()
+    for now in ("base/", "./base", str(folder / "base")):
+        refuse(folder, (), (f"init_from={now}",))
+    with pytest.raises(UserError, match=r"another experiment \(init_from: .*/base -> .*/base@3\)"):
+        refuse(folder, (), ("init_from=base@3",))
+    with pytest.raises(UserError, match=r"another experiment \(init_from: Qwen/Qwen3-0.6B -> Qwen/Qwen3-8B\)"):
+        refuse(folder, ("init_from=Qwen/Qwen3-0.6B",), ("init_from=Qwen/Qwen3-8B",))
+
+
 def test_losses_of_other_held_out_batches_do_not_decide_which_checkpoint_is_the_best(folder):
     """The first ones over more of them would win or lose by which rows these are."""
     best = ("train.eval_every=500", "train.best_metric=validation_ar_loss")

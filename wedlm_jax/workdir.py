@@ -141,6 +141,8 @@ def _with_places(experiment: Experiment) -> dict[str, Any]:
     self-generated text are not read again, so their path says which they are."""
     tree = experiment.to_dict()
     tree["model"] = tree["model"] or dataclasses.asdict(ModelOverrides())  # what none says, for one that now says more
+    if (initial := tree["init_from"]) is not None and Path(split_step(initial)[0]).exists():  # and no name on a hub
+        tree["init_from"] = _place(initial)
     for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
         part["path"] = _place(part["path"])
     if experiment.data.self_generated is None:
