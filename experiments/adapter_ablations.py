@@ -4,7 +4,7 @@
 
 Trains adapters beside the quickstart's base, 300 steps for each setting (one training seed), and decodes held-out word problems
 and counting (n = 200 each) by verified decoding: tokens per forward, and the share of forwards that accepted
-the draft 1, 2, ... slots ahead. The decoded text is the base's in every arm, so nothing else can differ. One field differs from
+the draft 1, 2, ... slots ahead. The decoded text is the base's in every arm, so nothing else can differ. One choice differs from
 `quickstart_adapter` in each arm, two where the base wrote the training text and its distribution is the target. A stopped study
 goes on where it was. Table and plot land in runs/adapter_ablations.
 """
