@@ -186,6 +186,11 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
     assert sorted((path, path.stat().st_mtime_ns) for path in finished.rglob("*")) == before
 
 
+def test_a_model_is_asked_for_however_the_training_is_called(tmp_path):
+    """By the command or by a program of one's own."""
+    assert "name a model to start from as model.path=DIR" in message_of(with_overrides("model=none"), tmp_path)
+
+
 def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
     other = with_overrides(
         "optimizer.learning_rate=0.5",

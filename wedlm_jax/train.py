@@ -96,7 +96,6 @@ def main() -> None:
         if flags.print_config:
             print(experiment.to_json(), end="")
             return
-        experiment.require_model()
         if flags.compile_only is not None:
             for line in compile_only(experiment, flags.compile_only).lines():
                 print(line)
@@ -133,6 +132,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
     """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
+    experiment.require_model()
     experiment.data.parts  # noqa: B018  a source that misses a field is told before a model is fetched
     require_same_settings(experiment)
     resumed = is_begun(workdir)
