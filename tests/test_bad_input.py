@@ -193,7 +193,7 @@ DATA = {
     ),
     "nothing but bad records": Case(
         f"{TRAIN} {CHAT} data.path=bad.jsonl data.on_bad_record=skip",
-        r"every record of the data is bad, the last: bad.jsonl:\d: ",
+        r"the training split holds no document but bad records, the last: bad.jsonl:\d: ",
         lambda: write_lines(Path("bad.jsonl"), ["{"] * 5),
     ),
     "broken JSON": bad_chat('{"messages": [', r"broken JSON \(Expecting value, column 15\)"),

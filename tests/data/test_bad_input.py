@@ -19,6 +19,7 @@ from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example, check_mask
 from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.data.records import BadRecord
+from wedlm_jax.data.split import split_by_hash
 from wedlm_jax.errors import UserError
 
 GOOD = [chat(number) for number in range(5)]
@@ -163,9 +164,21 @@ def test_json_that_is_no_jsonl_is_told_whichever_line_is_met_first(tmp_path, tex
 
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
     path = write_lines(tmp_path / "chat.jsonl", ["{"] * 5)
-    with pytest.raises(UserError, match="every record of the data is bad, the last: .*chat.jsonl:") as caught:
+    with pytest.raises(
+        UserError, match="the training split holds no document but bad records, the last: .*chat.jsonl:"
+    ) as caught:
         next(stream(config_of(path, on_bad_record="skip")))
     one_line(caught)
+
+
+def test_a_bad_record_that_alone_is_held_out_is_not_told_of_all_records(tmp_path):
+    path = write_lines(tmp_path / "chat.jsonl", [*GOOD[:4], "{}"])
+    held_out = [line for line in path.read_bytes().splitlines() if split_by_hash(line, 0.05) == "held_out"]
+    assert held_out == [b"{}"]
+    with pytest.raises(
+        UserError, match="the held-out split holds no document but bad records, the last: .*jsonl:5: none"
+    ):
+        next(stream(config_of(path, on_bad_record="skip", held_out_share=0.05), split="held_out"))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,10 @@ def with_part(folder, record, **fields):
     ("record", "message"),
     [
         (HELD_OUT, "the training split holds no document of .*second.jsonl; lower data.held_out_share"),
-        ("{", "every record of .*second.jsonl is bad, the last: .*second.jsonl:1: broken JSON"),
+        (
+            "{",
+            "the training split holds no document of .*second.jsonl but bad records, the last: .*second.jsonl:1: broken JSON",
+        ),
     ],
 )
 def test_a_part_that_gives_nothing_ends_the_training_by_its_name(tmp_path, record, message):

@@ -187,10 +187,10 @@ def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> 
         for drought, name in ((whole, None), (parts[document.part], documents.names[document.part])):
             if not drought.see(document):
                 continue
-            mend = "give it more records" if documents.share_is_fixed else _OTHER_SHARE[split]
-            message = f"{_NO_DOCUMENT[split]}{f' of {name}' if name else ''}; {mend}"
+            why = "; give it more records" if documents.share_is_fixed else f"; {_OTHER_SHARE[split]}"
             if drought.reason:
-                message = f"every record of {name or 'the data'} is bad, the last: {drought.reason}"
+                why = f" but bad records, the last: {drought.reason}"
+            message = f"{_NO_DOCUMENT[split]}{f' of {name}' if name else ''}{why}"
             if split == "train" or drought is whole:
                 raise UserError(message)
             if index % step == 0:  # one group speaks for all
