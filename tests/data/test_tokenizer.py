@@ -30,6 +30,7 @@ from wedlm_jax.data.tokenizer import (
 )
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
+from wedlm_jax.hf.tokenizer import write_chat_template
 
 TOKENIZER = make_tokenizer(TokenizerConfig(vocab_size=576), DataConfig())
 
@@ -84,6 +85,18 @@ def test_further_control_tokens_are_saved_by_the_name_that_older_transformers_kn
     again = load_tokenizer(tmp_path)
     assert encode_with_control_tokens(again, "<|vision|>") == [len(TOKENIZER)]
     assert len(encode_text(again, "<|vision|>")) > 1
+
+
+def test_files_are_in_utf_8_whatever_the_locale_has(tmp_path, monkeypatch):
+    """Control tokens of some models have letters of no other encoding."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|用户|>"]})
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")
+    save_tokenizer(tokenizer, tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_bytes(config.read_bytes().replace(b"{", b'{"chat_template": "",', 1))
+    write_chat_template(tokenizer, tmp_path)
+    assert json.loads(config.read_bytes())["additional_special_tokens"] == ["<|用户|>"]
 
 
 def test_make_tokenizer_loads_the_one_that_is_named(tmp_path):

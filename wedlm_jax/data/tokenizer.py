@@ -84,13 +84,13 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
     """Writes tokenizer.json and tokenizer_config.json (the chat template with it), as AutoTokenizer reads them."""
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
     path = Path(directory) / "tokenizer_config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_bytes())
     # Two names are of transformers 5; older releases know only the others, which 5 reads too.
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:

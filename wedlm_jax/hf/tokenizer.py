@@ -56,7 +56,7 @@ def write_chat_template(tokenizer: Any, directory: Path) -> None:
     config_file = directory / "tokenizer_config.json"
     if config_file.is_file() and "chat_template" in (config := read_json(config_file)):
         config.pop("chat_template")
-        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     (directory / "chat_template.json").unlink(missing_ok=True)
     for name, text in templates_of(tokenizer).items():
         file = directory / ("chat_template.jinja" if name == "default" else f"{CHAT_TEMPLATES}/{name}.jinja")
