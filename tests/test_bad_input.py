@@ -41,7 +41,7 @@ CONFIG = {
         f"{TRAIN} train.micro_batches=3", "train.batch_size=8 is not a multiple of train.micro_batches=3"
     ),
     "a metric that is not measured": Case(
-        f"{TRAIN} train.best_metric=validation_ar_loss", "is measured every train.eval_every=0 steps, so"
+        f"{TRAIN} train.best_metric=validation_ar_loss", "every train.eval_every=0 steps; set that to a divisor of"
     ),
     "no experiment": Case("train", "name an experiment: --exp NAME"),
     "no such experiment": Case(

@@ -251,8 +251,8 @@ def test_every_number_of_the_loop_has_a_least_value(field):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(best_metric="validation_ar_loss"), "train.eval_every=0 steps"),
-        (dict(best_metric="validation_ar_loss", eval_every=3, checkpoint_every=10), "must be a multiple"),
+        (dict(best_metric="validation_ar_loss"), "train.eval_every=0 steps; set that to a divisor of"),
+        (dict(best_metric="validation_ar_loss", eval_every=3, checkpoint_every=10), "of train.checkpoint_every=10"),
         (dict(profile_steps=(0,)), "train.profile_steps=0 is not a step"),
         (
             dict(profile_steps=(5, 11), steps=10),

@@ -114,8 +114,8 @@ class TrainConfig:
             )
         if self.best_metric is not None and (not self.eval_every or self.checkpoint_every % self.eval_every):
             raise UserError(
-                f"train.best_metric={self.best_metric} is measured every train.eval_every={self.eval_every} steps, so "
-                f"train.checkpoint_every={self.checkpoint_every} must be a multiple of it"
+                f"train.best_metric={self.best_metric} is measured every train.eval_every={self.eval_every} steps; set that to a "
+                f"divisor of train.checkpoint_every={self.checkpoint_every}"
             )
         for step in self.profile_steps:
             if not 1 <= step <= self.steps:
