@@ -82,44 +82,56 @@ def test_it_answers_and_ends_well_where_nobody_reads_its_log(folder):
             process.kill()
 
 
-# Once it serves, a step never ends.
+# Once it serves, a step never ends, or the scoring of a prompt: {never} says which.
 NEVER_ENDS = """
 import threading
 import jax
 from wedlm_jax.engine import Engine
+from wedlm_jax.serve import answer, service
 from wedlm_jax.serve.__main__ import main
 
-def step(engine, once=Engine._step):
-    if threading.current_thread() is threading.main_thread():
-        return once(engine)
+def never(*_):
     some = jax.jit(lambda: jax.lax.while_loop(lambda i: i < 10**7, lambda i: i + 1, 0))
     while True:  # a thread that comes out of XLA once Python ends is what aborts
         jax.block_until_ready(some())
 
-Engine._step = step
+def step(engine, once=Engine._step):
+    return once(engine) if threading.current_thread() is threading.main_thread() else never()
+
+{never}
 main()
 """
 
 
-def test_a_second_signal_ends_it_in_the_middle_of_a_step(folder):
-    """Python's own end would abort: the thread that takes the step is inside XLA."""
+@pytest.mark.parametrize(
+    "never, signals, status",
+    [
+        ("Engine._step = step", [signal.SIGINT] * 2, 130),
+        ("answer.score = never", [signal.SIGINT] * 2, 130),
+        ("answer.score, service.SECONDS_TO_END = never, 0.2", [signal.SIGTERM], 0),
+    ],
+)
+def test_it_ends_though_a_thread_is_inside_xla(folder, never, signals, status):
+    """Python's own end would abort there. A second signal ends it at once, else it waits for a while."""
+    script = NEVER_ENDS.replace("{never}", never)
     flags = ("--decoder", "ar", "--rows", "2", "--port", "0")
     with subprocess.Popen(
-        [sys.executable, "-c", NEVER_ENDS, "--model", folder, *flags],
+        [sys.executable, "-c", script, "--model", folder, *flags],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
     ) as process:  # fmt: skip
         try:
             while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", process.stderr.readline())):
                 assert process.poll() is None
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]))
-            body = json.dumps({"prompt": "Tom has 3"})
+            body = json.dumps({"prompt": "Tom has 3", "max_tokens": 0, "echo": True, "logprobs": 0})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            time.sleep(0.3)
-            for _ in range(2):
-                process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            for number in signals:
+                process.send_signal(number)
                 time.sleep(0.1)
             said = process.stderr.read()
-            assert process.wait(60) == 130 and said == "ending; once more ends at once\nended in the middle of a step\n"
+            assert said == "ending; once more ends at once\nended before every answer was sent\n"
+            assert process.wait(60) == status
         finally:
             process.kill()
 

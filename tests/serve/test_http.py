@@ -363,12 +363,13 @@ def test_a_server_that_ends_answers_with_what_it_has():
         assert ask(server, COMPLETIONS, {"prompt": "Tom"})[0] == 503
 
 
-def test_a_client_that_does_not_read_its_answer_is_not_taken_for_a_step_that_goes_on(monkeypatch):
+def test_who_ends_a_server_is_told_whether_all_are_answered(monkeypatch):
     monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
     with serving() as server:
         asked = read_asked({"prompt": "Tom"}, DEFAULTS, chat=False)
         with server.service.serving(asked) as call:  # whose answer this thread never sends
-            assert server.service.close() and call.done
+            assert not server.service.close() and call.done
+        assert server.service.close()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -89,15 +89,16 @@ def serve(args: Serve) -> None:
             server.serve_forever()
         except KeyboardInterrupt:
             say("ending; once more ends at once")
+        status = 0
         try:
-            stopped = server.service.close()
+            answered = server.service.close()
         except KeyboardInterrupt:
-            stopped = False
+            answered, status = False, 130
     if failed.is_set():
         raise UserError("a step failed, and the engine is of no use after it; start it again")
-    if not stopped:
-        say("ended in the middle of a step")
-        os._exit(130)  # Python's own end would abort in the thread that takes the step
+    if not answered:
+        say("ended before every answer was sent")
+        os._exit(status)  # Python's own end would abort in a thread that takes a step or scores a prompt
 
 
 def key() -> str | None:

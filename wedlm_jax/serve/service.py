@@ -13,7 +13,7 @@ from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve.asked import Asked
 
-# For requests that are cancelled. A step that compiles may take longer, and so may a client that does not read.
+# For requests that are cancelled. A step that compiles may take longer, prompts that are scored, a client that does not read.
 SECONDS_TO_END = 30
 
 
@@ -113,11 +113,10 @@ class Service:
                     self._changed.notify_all()
 
     def close(self) -> bool:
-        """Takes no more requests, ends those that run with what they have, and waits until they are answered, but not for ever
-        for a client that does not read.
+        """Takes no more requests, ends those that run with what they have, and waits until they are answered, but not for ever.
 
         Returns:
-          whether the engine stands still; a step may take longer than there is time.
+          whether all are answered and the engine stands still.
         """
         with self._changed:
             self._closed = True
@@ -129,7 +128,7 @@ class Service:
         with self._changed:
             self._changed.wait_for(lambda: not self._open, SECONDS_TO_END)
         self._runner.join(SECONDS_TO_END)
-        return not self._runner.is_alive()
+        return not self._open and not self._runner.is_alive()
 
     def _run(self) -> None:
         """Steps of the engine, for all, while there is a request."""
