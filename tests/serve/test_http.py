@@ -397,11 +397,14 @@ def test_a_step_that_fails_ends_the_server(stream, monkeypatch, capfd):
         assert "a device was lost" in capfd.readouterr().err
 
 
-def test_memory_that_runs_out_is_a_reply(monkeypatch):
+def test_memory_that_runs_out_is_a_reply_or_the_end_of_a_stream_and_a_line_of_the_log(monkeypatch, capsys):
     with serving() as server:
         monkeypatch.setattr(server.service.engine, "step", lambda: fail_all(server))
         status, answer = ask(server, COMPLETIONS, {"prompt": "Tom"})
         assert (status, answer["error"]["message"]) == (503, "out of memory")
+        streamed = post(server, {"prompt": "Tom", "stream": True}).decode()
+        assert streamed == f"data: {json.dumps(answer)}\n\n"
+    assert capsys.readouterr().err == "127.0.0.1 POST /v1/completions: 503: out of memory\n" * 2
 
 
 def fail_all(server: Server) -> bool:

@@ -81,6 +81,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
     timeout = SECONDS_OF_SILENCE
+    _streams = False
     disable_nagle_algorithm = True  # or a piece waits until the client has acknowledged the one before
 
     def do_GET(self) -> None:
@@ -120,10 +121,13 @@ class Handler(BaseHTTPRequestHandler):
             service = self.server.service
             with service.serving(asked) as call:
                 answer = Answer(service.engine.model, service.name, asked, call.tickets, chat=path == CHAT)
-                if asked.stream:
-                    self._stream(answer, call)
-                else:
-                    self._reply(HTTPStatus.OK, self._whole(answer, call))
+                try:
+                    if asked.stream:
+                        self._stream(answer, call)
+                    else:
+                        self._reply(HTTPStatus.OK, self._whole(answer, call))
+                except UserError as error:  # memory, for which the request can do nothing
+                    raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
             self._note(_summary(call.tickets, time.perf_counter() - started))
         except QueueFull:
             limit = self.server.service.engine.queue
@@ -181,10 +185,7 @@ class Handler(BaseHTTPRequestHandler):
         while not call.done:
             self._require_client()
             call.wait(SECONDS_TO_LOOK)
-        try:
-            return answer.whole()
-        except UserError as error:  # memory, for which the request can do nothing
-            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        return answer.whole()
 
     def _stream(self, answer: Answer, call: Call) -> None:
         """Server-sent events, up to the end of the connection."""
@@ -195,29 +196,21 @@ class Handler(BaseHTTPRequestHandler):
         ):  # fmt: skip
             self.send_header(name, value)
         self.end_headers()
+        self._streams = True
         self._send(answer.began())
         left = dict(enumerate(call.tickets))
-        try:
-            while left:
-                for index, ticket in list(left.items()):
-                    done = ticket.done
-                    self._send([answer.piece(index, commit) for commit in ticket.take()])
-                    if done:
-                        self._send([answer.ended(index)])
-                        del left[index]
-                if left:
-                    self._require_client()
-                    call.wait(SECONDS_TO_LOOK)
-            self._send(answer.counted())
-            self.wfile.write(b"data: [DONE]\n\n")
-        except (ClientGone, OSError):
-            raise
-        # Told as an event, for the status has been sent.
-        except UserError as error:  # memory, as in `_whole`
-            self._send([_error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)])
-        except Exception as error:
-            traceback.print_exc()
-            self._send([_error(f"{type(error).__name__}: {reason(error)}", HTTPStatus.INTERNAL_SERVER_ERROR)])
+        while left:
+            for index, ticket in list(left.items()):
+                done = ticket.done
+                self._send([answer.piece(index, commit) for commit in ticket.take()])
+                if done:
+                    self._send([answer.ended(index)])
+                    del left[index]
+            if left:
+                self._require_client()
+                call.wait(SECONDS_TO_LOOK)
+        self._send(answer.counted())
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def _require_client(self) -> None:
         """Raises `ClientGone` where the other side has closed the connection."""
@@ -248,7 +241,10 @@ class Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         self._note(f"{status.value}: {message}")
         try:
-            self._reply(status, _error(message, status))
+            if self._streams:  # its status has been sent
+                self._send([_error(message, status)])
+            else:
+                self._reply(status, _error(message, status))
         except OSError:
             self.close_connection = True
 
