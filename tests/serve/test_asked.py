@@ -36,6 +36,7 @@ def settings(chat: bool = False, **fields):
         ({"temperature": None, "stop": None, "tools": None, "model": "x", "user": "me"}, {}),
         ({"top_k": -1}, {}),
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "tools": [], "logit_bias": {}}, {}),
+        ({"stop_token_ids": [], "ignore_eos": False}, {}),
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])
@@ -115,6 +116,12 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "temperature": 10**400}, "temperature: is larger than any float"),
         (False, {"prompt": "Tom", "frequency_penalty": 0.5}, "frequency_penalty=0.5: is not done here"),
         (False, {"prompt": "Tom", "logit_bias": {"5": 1}}, "logit_bias=.*: is not done here"),
+        (False, {"prompt": "Tom", "ignore_eos": True}, r"ignore_eos=True: is not done here; give stop_ids=\[\]$"),
+        (
+            False,
+            {"prompt": "Tom", "stop_token_ids": [3]},
+            r"stop_token_ids=\[3\]: is not done here; give stop_ids, which",
+        ),
         (False, {"prompt": "Tom", "logprobs": 5}, "logprobs=5: must be 0, or with echo 1"),
         (False, {"prompt": "Tom", "logprobs": 1}, "logprobs=1: must be 0, or with echo 1"),
         (False, {"prompt": "Tom", "logprobs": True}, "logprobs=True: must be 0"),

@@ -32,11 +32,17 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
+    "stop_token_ids": ([],),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+}
+# What does the same, or nearly, for some of them.
+INSTEAD = {
+    "ignore_eos": "give stop_ids=[]",
+    "stop_token_ids": "give stop_ids, which end an answer in the place of the model's own",
 }
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
 SEEDS = 1 << 31  # that are drawn; clients may bring any of 64 bits
@@ -72,7 +78,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     given = {name: value for name, value in body.items() if value is not None and name not in (*UNREAD, "model")}
     for name, idle in IDLE.items():
         if (value := given.pop(name, None)) is not None and value not in idle:
-            raise UserError(f"{name}={shown(value)}: is not done here; leave it out")
+            raise UserError(f"{name}={shown(value)}: is not done here; {INSTEAD.get(name, 'leave it out')}")
     n = at_least_one("n", given.pop("n", 1))
     stream, token_ids = (_flag(given, name) for name in ("stream", "return_token_ids"))
     options = given.pop("stream_options", {})
