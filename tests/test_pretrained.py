@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.evals.models import tiny_model
+from tests.hf.adapters import BASE, ON_ALL, adapted
 from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.convert import Convert, convert
@@ -22,7 +23,7 @@ from wedlm_jax.model.int8 import rounded
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.optimizer import OptimizerConfig
-from wedlm_jax.pretrained import load, save
+from wedlm_jax.pretrained import load, save, save_adapter
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train_state import new_state
 
@@ -36,6 +37,17 @@ def test_an_hf_directory_loads_and_saves(tmp_path):
     assert (again.config, again.mask_token_id, again.eos_token_ids) == (model.config, 17, (251,))
     tokens, positions = jnp.arange(12)[None], jnp.arange(12)[None]
     np.testing.assert_array_equal(model(tokens, positions=positions), again(tokens, positions=positions))
+
+
+def test_what_is_saved_in_the_home_directory_is_loaded_from_there(tmp_path, monkeypatch):
+    """`load` takes `~/model`, which no shell writes out in Python, so `save` does."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save(load(BASE), "~/whole")
+    save_adapter(adapted(ON_ALL), "~/adapter")
+    assert load("~/whole", adapter="~/adapter").config.adapter == ON_ALL
+    assert not [*(tmp_path / "here").iterdir()]
 
 
 def test_sizes_of_a_mesh_are_those_of_the_first_devices(tmp_path):

@@ -108,6 +108,7 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     where the model was calibrated. An adapter of all rows is merged into the weights.
 
     Args:
+      path: where; `~` is the home directory, as for `load`.
       arch: the model type to declare. `qwen3` (qk norm), `qwen2` (qkv bias) and `llama` (neither) run the same forward pass in
         every tool that has them, stock transformers among them. `wedlm` is the official engine's name, which reads it beside
         Tencent's own code.
@@ -116,11 +117,12 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
       UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
         adapter of mask rows, which is saved by `save_adapter`.
     """
-    save_hf(model, path, arch)
+    directory = Path(os.path.expanduser(path))
+    save_hf(model, directory, arch)
     if model.calibration is not None:
-        write_calibration(Path(path), model.calibration, plain(model))
+        write_calibration(directory, model.calibration, plain(model))
     if model.measured_windows is not None:
-        write_measured_windows(Path(path), model.measured_windows, plain(model))
+        write_measured_windows(directory, model.measured_windows, plain(model))
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
@@ -133,11 +135,12 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
     Raises:
       UserError: the model has no adapter, or `path` holds something that is not an earlier adapter of ours.
     """
-    write_adapter(model, path, model.source if base is None else base)
+    directory = Path(os.path.expanduser(path))
+    write_adapter(model, directory, model.source if base is None else base)
     if model.calibration is not None:
-        write_calibration(Path(path), model.calibration, model)
+        write_calibration(directory, model.calibration, model)
     if model.measured_windows is not None:
-        write_measured_windows(Path(path), model.measured_windows, model)
+        write_measured_windows(directory, model.measured_windows, model)
 
 
 def locate_adapter(path: str | Path) -> Path:
