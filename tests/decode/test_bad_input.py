@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wedlm_jax import DecodeConfig, Model, generate, stream
+from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.data.tokenizer import train_tokenizer
 from wedlm_jax.decode import generation
 from wedlm_jax.errors import UserError
@@ -114,9 +114,10 @@ def test_a_window_larger_than_the_context_is_refused(decoder):
         generate(tiny_model(), [[1]], DecodeConfig(decoder, window_size=65, max_new_tokens=2))
 
 
-def test_a_path_is_no_model():
+@pytest.mark.parametrize("use", [lambda path: generate(path, [[1]]), Engine])
+def test_a_path_is_no_model(use):
     with pytest.raises(UserError, match="model must be what wedlm_jax.load returns, not 'runs/sft'"):
-        generate("runs/sft", [[1]])
+        use("runs/sft")
 
 
 def test_token_ids_may_be_arrays_and_prompts_a_generator():

@@ -111,8 +111,7 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     Raises:
       UserError: the prompt is not one or is too long, or a setting does not go with the model; `name` is the prompt's.
     """
-    if not isinstance(model, Model):
-        raise UserError(f"model must be what wedlm_jax.load returns, not {shown(model)}")
+    require_model(model)
     if not isinstance(config, DecodeConfig):
         raise UserError(f"{name}: config must be a DecodeConfig, not {shown(config)}")
     ids = encode_prompt(model, prompt, name)
@@ -139,6 +138,12 @@ def make_request(model: Model, prompt: Prompt, config: DecodeConfig, *, row: int
     config = dataclasses.replace(config, stop_ids=tuple(stop_ids), mask_token_id=mask_token_id)
     config = config if model.calibration is None else model.calibration.apply(config)
     return Request(ids, config, integer("row", row))
+
+
+def require_model(model: object) -> None:
+    """Raises a `UserError` where it is none, as a path."""
+    if not isinstance(model, Model):
+        raise UserError(f"model must be what wedlm_jax.load returns, not {shown(model)}")
 
 
 class Batch:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 
 from wedlm_jax.decode.config import DecodeConfig, at_least_one
-from wedlm_jax.decode.generation import make_request
+from wedlm_jax.decode.generation import make_request, require_model
 from wedlm_jax.decode.prompts import Prompt
 from wedlm_jax.engine.memory import cache_bytes, cache_slots, in_words
 from wedlm_jax.engine.prefix import WORTH_WAITING, choose_row, longest_prefix, shared_length
@@ -58,7 +58,7 @@ class Engine:
         three.
 
     Raises:
-      UserError: a setting is out of range, or no integer.
+      UserError: a setting is out of range, or no integer; the model is a path.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class Engine:
         queue: int = 256,
         cache_limit: int | None = None,
     ):
+        require_model(model)
         longest = model.config.max_position_embeddings
         context = min(longest, LARGEST_CONTEXT) if context is None else context
         rows, context, steps, queue = (
