@@ -50,6 +50,13 @@ def test_what_is_saved_in_the_home_directory_is_loaded_from_there(tmp_path, monk
     assert not [*(tmp_path / "here").iterdir()]
 
 
+@pytest.mark.parametrize("given", ['{"enable_thinking": false}', [1]])
+def test_variables_of_a_chat_template_that_are_no_dict_are_said_to_be_none(tmp_path, given):
+    save(tiny_model(), tmp_path / "model")
+    with pytest.raises(UserError, match="chat_template_kwargs=.*: must be a dict, as {.enable_thinking.: False}$"):
+        load(tmp_path / "model", chat_template_kwargs=given)
+
+
 def test_sizes_of_a_mesh_are_those_of_the_first_devices(tmp_path):
     save(tiny_model(), tmp_path / "model")
     alone, cut = (load(tmp_path / "model", mesh=MeshConfig(*sizes)) for sizes in ((1, 1, 1), (2, 1, 2)))

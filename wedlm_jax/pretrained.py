@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, shown
 from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
@@ -239,6 +239,8 @@ def _of_these_weights(file: Path, found: Any, model: Model) -> Any:
 
 
 def _with_template(model: Model, variables: Mapping[str, Any]) -> Model:
+    if not isinstance(variables, Mapping):
+        raise UserError(f'chat_template_kwargs={shown(variables)}: must be a dict, as {{"enable_thinking": False}}')
     if model.tokenizer is None:
         raise UserError("chat_template_kwargs: this model has no tokenizer, and so no chat template; leave it out")
     return dataclasses.replace(model, tokenizer=with_defaults(model.tokenizer, variables, "chat_template_kwargs"))
