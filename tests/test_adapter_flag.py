@@ -159,6 +159,18 @@ def test_convert_merges_an_adapter_of_all_rows_or_writes_it_alone(folder, monkey
     assert not (folder / "out").exists()
 
 
+def test_an_adapter_that_convert_writes_beside_a_model_of_the_hub_names_that_and_no_folder_of_its_cache(
+    folder, monkeypatch
+):
+    save_adapter(with_noise(load("base"), AdapterConfig(rank=2, rows="all")), "lora")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder / "base"))
+    assert (
+        run(monkeypatch, "convert", "--from", "owner/name", "--adapter", "lora", "--only-adapter", "--to", "out") == 0
+    )
+    assert json.loads((folder / "out" / "adapter.json").read_text())["base"] == "owner/name"
+    assert json.loads((folder / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/name"
+
+
 def begun(workdir):
     """A workdir that trained an adapter beside `base`, named so; the model of both."""
     model = with_noise(load("base"), AdapterConfig(rank=2))

@@ -53,10 +53,11 @@ def convert(args: Convert) -> None:
     if args.verify:
         _require_torch()
     directory = pretrained.locate(args.source)
-    source = args.source if pretrained.is_workdir(directory) else directory  # with the step; a hub id is fetched once
+    of_workdir = pretrained.is_workdir(directory)
+    source = args.source if of_workdir else directory  # with the step; a hub id is fetched once
     model = pretrained.load(source, pretrained.exact_dtype(directory), adapter=args.adapter)
     if args.only_adapter:
-        pretrained.save_adapter(model, args.target)
+        pretrained.save_adapter(model, args.target, None if of_workdir else args.source)
         print(f"wrote {args.target}: {_in_words(model)}, {_size_of(args.target) / 1e6:.1f} MB")
         return
     pretrained.save(model, args.target, args.arch)
