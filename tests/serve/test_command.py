@@ -143,6 +143,7 @@ def test_it_ends_though_a_thread_is_inside_xla(folder, never, signals, status):
         (("--context", "2"), "--context 2: must be at least 3"),
         (("--context", "100000"), "context=100000: the model's is 512"),
         (("--seed", "3"), "--seed does nothing here"),
+        (("--host", ""), "--host is empty: 127.0.0.1 is for this machine alone"),
         (("--host", "no.such.host.invalid"), "--host no.such.host.invalid --port 0"),
         (("--model", "nowhere"), "nowhere: no such directory"),
         (("--window-size", "0"), "window_size=0"),

@@ -55,6 +55,8 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, key: str | None = None):
+        if not host:  # as of a variable that is not set; the system would listen at every address
+            raise UserError("--host is empty: 127.0.0.1 is for this machine alone, 0.0.0.0 opens it to the network")
         self.key = key
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.service: Service  # set before it serves: what listens first fails before a model is loaded
