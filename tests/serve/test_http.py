@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -350,6 +351,18 @@ def test_the_row_of_a_client_that_leaves_is_free_again(stream):
             wait_for(lambda: engine.running == 1)
         wait_for(lambda: engine.running == 0)
         assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1})[0] == 200
+
+
+def test_a_client_that_leaves_between_two_requests_is_no_error(monkeypatch, capsys):
+    with serving() as server:
+        left = threading.Event()
+        monkeypatch.setattr(server, "shutdown_request", lambda _: left.set())  # the last that is done for a client
+        with socket.create_connection(server.server_address[:2]) as raw:
+            raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # at once, by a reset
+        assert left.wait(30)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_server_that_ends_answers_with_what_it_has():

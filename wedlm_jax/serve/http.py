@@ -86,6 +86,10 @@ class Handler(BaseHTTPRequestHandler):
     _streams = False
     disable_nagle_algorithm = True  # or a piece waits until the client has acknowledged the one before
 
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # of a client that leaves between two requests
+            super().handle()
+
     def do_GET(self) -> None:
         if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
             self.close_connection = True  # or a body would be read as the next request
