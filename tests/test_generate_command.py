@@ -261,6 +261,15 @@ def test_a_pipe_gets_each_line_at_once(cut_short, tmp_path, capsys):
     assert capsys.readouterr().out.count('{"ids": [') == 2
 
 
+def test_what_is_shown_at_the_end_is_shown_at_an_interruption(call, cut_short, tmp_path, capsys):
+    """On a terminal nothing is printed while the bar stands there."""
+    asked = ("--prompt", "Q: Count", "--n", 3, "--trace", tmp_path / "trace.jsonl")
+    call(*asked, *SHORT)
+    whole = capsys.readouterr().out
+    assert cut_short(*asked, error=UserError) == 2
+    assert whole.startswith(done := capsys.readouterr().out) and done.count("\n") == whole.count("\n") - 1
+
+
 def test_a_link_that_leads_to_itself_is_refused(refused, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert "is a link that leads to itself; name a file" in refused("--prompt", "a", "--output", tmp_path / "loop")

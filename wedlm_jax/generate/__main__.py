@@ -88,6 +88,7 @@ def generate(args: Generate) -> None:
     shown: list[Completion] = []
     counted: list[Stats] = []
     with contextlib.ExitStack() as opened:
+        opened.callback(show, shown, args, stdout)  # at the end, whatever brings it
         # A trace is of the forwards of one run: beside one, no lines are gone on behind.
         trace = None if args.trace is None else opened.enter_context(jsonl(args.trace))
         of_run = (lambda: made_from(model, requests, args)) if trace is None else None
@@ -110,11 +111,6 @@ def generate(args: Generate) -> None:
                 shown.append(completion)
     if output is not None:
         print(f"wrote {args.output}: {output.count} completions{in_total(counted)}", file=sys.stderr)
-    for completion in shown:
-        if args.input is not None:
-            print_line(completion, args.details, stdout)
-        else:
-            print_one(completion, args.details)
 
 
 def _prompts(args: Generate) -> list[tuple[str, Prompt]]:
@@ -125,6 +121,14 @@ def _prompts(args: Generate) -> list[tuple[str, Prompt]]:
         return [("--message", [{"role": "user", "content": args.message}])]
     assert args.prompt is not None  # _check_flags sees to it
     return [("--prompt", args.prompt)]
+
+
+def show(completions: Sequence[Completion], args: Generate, stdout: TextIO) -> None:
+    for completion in completions:
+        if args.input is not None:
+            print_line(completion, args.details, stdout)
+        else:
+            print_one(completion, args.details)
 
 
 def print_line(completion: Completion, details: bool, stdout: TextIO) -> None:
