@@ -105,6 +105,12 @@ def test_a_broken_model_file_is_named(saved, tmp_path):
         load_params(workdir)
 
 
+def test_a_model_file_that_may_not_be_read_is_not_said_to_be_missing(tmp_path):
+    (tmp_path / "model.json").mkdir()  # what root is refused too
+    with pytest.raises(UserError, match=r"model.json: cannot be read \(Is a directory\)"):
+        load_params(tmp_path)
+
+
 # Orbax leaves other reads unawaited.
 damaged = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -57,7 +57,7 @@ class ModelFile:
         path = workdir / MODEL_FILE
         try:
             return pydantic.TypeAdapter(cls).validate_json(path.read_text())
-        except OSError:
+        except FileNotFoundError:
             raise UserError(f"{workdir} is no workdir of wedlm_jax.train: it has no {MODEL_FILE}") from None
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{path}: cannot be read ({reason(error)})") from None
