@@ -84,7 +84,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) ->
     """Writes tokenizer.json and tokenizer_config.json (the chat template with it), as AutoTokenizer reads them."""
     tokenizer.save_pretrained(str(directory), save_jinja_files=False)
     path = Path(directory) / "tokenizer_config.json"
-    config = json.loads(path.read_bytes())
+    config = json.loads(path.read_text(encoding="utf-8"))
     # Two names are of transformers 5; older releases know only the others, which 5 reads too.
     if config.get("tokenizer_class") == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
