@@ -1,6 +1,7 @@
 """`python -m wedlm_jax.generate`: what it writes is what `wedlm_jax.generate` returns; bad input is one line and no output."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -10,7 +11,7 @@ import jax
 import pytest
 
 from tests.evals.models import tiny_model
-from wedlm_jax import DecodeConfig, generate
+from wedlm_jax import Completion, DecodeConfig, Stats, generate
 from wedlm_jax.decode import batches
 from wedlm_jax.errors import UserError
 from wedlm_jax.flags import spell_none
@@ -297,6 +298,15 @@ def test_a_trace_beside_it_loses_nothing_that_is_done_either(cut_short, tmp_path
         "error: out of memory with a batch of 1",
     ]
     assert sorted(tmp_path.iterdir()) == [source, *kept]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_lines_of_a_pipe_are_json_whatever_the_encoding_of_the_locale(encoding):
+    pipe, text = io.BytesIO(), "\xe9 \u4e16 \U0001f600"
+    stdout = io.TextIOWrapper(pipe, encoding, errors="backslashreplace")  # as `entry` sets it up
+    command.print_line(Completion([3], "stop", Stats(1, 1, 1), text), False, stdout)
+    assert json.loads(pipe.getvalue().decode())["text"] == text
+    assert (text in pipe.getvalue().decode()) == (encoding == "utf-8")
 
 
 def test_after_an_interruption_a_pipe_stays_where_it_was(tmp_path, capsys):

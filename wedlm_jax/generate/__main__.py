@@ -7,6 +7,7 @@ python -m wedlm_jax.generate --model DIR --input prompts.jsonl --output completi
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -132,7 +133,8 @@ def show(completions: Sequence[Completion], args: Generate, stdout: TextIO) -> N
 
 
 def print_line(completion: Completion, details: bool, stdout: TextIO) -> None:
-    print(json.dumps(as_line(completion, details), ensure_ascii=False), file=stdout, flush=True)
+    escaped = codecs.lookup(stdout.encoding).name != "utf-8"  # JSON is read as UTF-8
+    print(json.dumps(as_line(completion, details), ensure_ascii=escaped), file=stdout, flush=True)
 
 
 def print_one(completion: Completion, details: bool) -> None:
