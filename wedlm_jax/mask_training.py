@@ -54,7 +54,7 @@ def mask_gradients(
         def loss(trained: Params) -> tuple[jax.Array, jax.Array]:
             transformer = transformer_from(model, frozen | trained)
             hidden = run_masks(transformer, of_base, prediction, masks)
-            read = dict(precision=model.matmul_precision)
+            read = dict(precision=model.precision)
             if targets == "data":
                 losses = cross_entropy_of_targets(hidden, transformer.head, masks.take(parts["targets"][1]), **read)
             else:

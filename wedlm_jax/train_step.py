@@ -191,7 +191,7 @@ def compile_step(
 
     def step_on_mesh(state: TrainState, batch: PackedBatch) -> tuple[TrainState, Metrics]:
         # Around the backward pass too: the model sets this for its forward pass, and custom gradients are traced after that.
-        with on_mesh(mesh), jax.default_matmul_precision(settings.model.matmul_precision):
+        with on_mesh(mesh), jax.default_matmul_precision(settings.model.precision):
             return step(state, batch, settings=settings)
 
     return jax.jit(

@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import wedlm_jax
 from tests.model.tiny import TINY, logits_of, params, tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
@@ -133,12 +135,30 @@ def is_a_sum(product: str) -> bool:
     ("remat", "mlp_tile"), [("none", None), ("dots", None), ("full", None), ("none", 4), ("full", 4)]
 )
 def test_matmul_precision_holds_in_every_product_forward_and_backward(precision, expected, remat, mlp_tile):
-    text = program(dataclasses.replace(TINY, matmul_precision=precision, remat=remat, mlp_tile=mlp_tile))
+    config = dataclasses.replace(TINY, matmul_precision=precision, remat=remat, mlp_tile=mlp_tile)
+    assert precisions_of_products(program(config)) == expected
+
+
+def precisions_of_products(text: str) -> set[str]:
     # Sums that are written as products, those of the norms and of the merge, stand in float32 whatever the setting.
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line and not is_a_sum(line)]
     assert len(products) > 20
     found = [re.findall(r"precision = \[(\w+), (\w+)\]", line) or [("DEFAULT", "DEFAULT")] for line in products]
-    assert {word for pairs in found for pair in pairs for word in pair} == expected
+    return {word for pairs in found for pair in pairs for word in pair}
+
+
+@pytest.mark.parametrize("asked", ["high", "highest"])
+def test_products_of_bfloat16_are_made_at_the_default_precision_whatever_is_asked_for(asked):
+    """Kernels for TPUs do not compile at another one."""
+    half = dataclasses.replace(TINY, dtype="bfloat16", matmul_precision=asked)
+    assert precisions_of_products(program(half)) == {"DEFAULT"}
+
+
+def test_only_the_config_reads_the_precision_that_is_asked_for():
+    """All that multiplies reads `ModelConfig.precision`."""
+    package = Path(wedlm_jax.__file__).parent
+    readers = [path for path in package.rglob("*.py") if re.search(r"\.matmul_precision\b", path.read_text())]
+    assert readers == [package / "model" / "config.py"]
 
 
 def test_remat_computes_the_more_products_again_the_less_it_keeps():

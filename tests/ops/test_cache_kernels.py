@@ -198,6 +198,12 @@ def test_what_the_window_kernel_cannot_do_is_said(queries, heads, kv_heads, slot
     assert window_tpu.unsupported(q, k) == reason
 
 
+def test_the_window_kernel_is_not_taken_at_a_precision_that_it_does_not_know():
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16, 32, 128), (36, 8, 8, 4096, 128)))
+    with jax.default_matmul_precision("high"):
+        assert window_tpu.unsupported(q, k) == "it multiplies at matmul_precision default or highest, not high"
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_the_split_kernel_lowers_for_cuda(head_dim):
     """At the 32 and 8 heads of Qwen3-8B in bfloat16."""

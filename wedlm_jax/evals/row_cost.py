@@ -160,7 +160,7 @@ def product_program(config: ModelConfig, params: Params, rows: int, slots: int =
 
     @jax.jit
     def run(weights: Weights, x_RD: jax.Array, cache: Cache) -> jax.Array:
-        with weights.transformer() as transformer, jax.default_matmul_precision(config.matmul_precision):
+        with weights.transformer() as transformer, jax.default_matmul_precision(config.precision):
 
             def products(_: Any, x_RD: jax.Array) -> jax.Array:
                 y_RD = x_RD

@@ -49,7 +49,7 @@ class ModelConfig:
     param_dtype: DType = "float32"
     # "int8": the layers' kernels, rounded, with a float32 scale for every output (`model.int8`); for decoding alone
     kernel_dtype: Literal["int8"] | None = None
-    # "highest": float32 is float32 on accelerators too
+    # Of float32, which "highest" makes float32 on accelerators too (`precision`)
     matmul_precision: Literal["default", "high", "highest"] = "default"
     attention: Implementation = "auto"  # "auto": splash on TPU and tokamax on GPU where they can, else "xla"
     remat: Remat = "none"  # what of each layer the backward pass computes again
@@ -85,6 +85,11 @@ class ModelConfig:
     def needs_mask_token(self) -> bool:
         """Whether mask rows are fed as a token of the vocabulary: not where an adapter has an embedding for them."""
         return self.adapter is None or self.adapter.rows != "mask"
+
+    @property
+    def precision(self) -> str:
+        """Of every product. In bfloat16 the default one is exact, and the only one that a TPU's kernels compile at."""
+        return self.matmul_precision if self.dtype == "float32" else "default"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,7 +125,7 @@ def run_frozen(
         x = layer.after_attention(x, layer.attention.o_proj(out))
         return (x_memory, x), ((k_memory, v_memory), (k, v))
 
-    with jax.default_matmul_precision(config.matmul_precision):
+    with jax.default_matmul_precision(config.precision):
         graph, stacked = transformer.split_stack()
         start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
         of_layers: tuple[KeysValues, KeysValues]
@@ -152,7 +152,7 @@ def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, 
 
     if config.remat != "none":
         run = jax.checkpoint(run, policy=REMAT_POLICIES[config.remat], prevent_cse=not config.scan_layers)
-    with jax.default_matmul_precision(config.matmul_precision):
+    with jax.default_matmul_precision(config.precision):
         graph, stacked = transformer.split_stack()
         embedding = transformer.mask_embedding[...]
         # Repeated before it is rounded, so that its gradient, a sum over all masks, is summed in float32.

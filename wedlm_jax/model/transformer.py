@@ -117,7 +117,7 @@ class Transformer(nnx.Module):
         chex.assert_equal_shape([tokens, positions])
         if (cache is None) == isinstance(pattern, CachedWindow):
             raise ValueError("pass a cache with the CachedWindow pattern, and with no other")
-        with jax.default_matmul_precision(self.config.matmul_precision):
+        with jax.default_matmul_precision(self.config.precision):
             adapted = self._adapted_rows(masked)
             x_BLD, rope = self.embedded(tokens, masked), None
             if self.embed_positions is None:
@@ -210,7 +210,7 @@ class Transformer(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Logits [..., V] in float32 of hidden states [..., D]; a call of its own, so that nobody pays for unread rows."""
         chex.assert_axis_dimension(hidden, -1, self.config.hidden_size)
-        with jax.default_matmul_precision(self.config.matmul_precision):
+        with jax.default_matmul_precision(self.config.precision):
             return rows_by_matrix(hidden, self.head.astype(self.config.dtype))
 
     def token_losses(self, hidden: jax.Array, targets: jax.Array, carries_loss: jax.Array | None = None) -> jax.Array:
@@ -229,7 +229,7 @@ class Transformer(nnx.Module):
             targets.reshape(-1),
             None if carries_loss is None else carries_loss.reshape(-1),
             cut=self._cut(targets.size),
-            precision=self.config.matmul_precision,
+            precision=self.config.precision,
         )
         return losses.reshape(targets.shape)
 

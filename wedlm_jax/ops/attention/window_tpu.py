@@ -39,6 +39,8 @@ def unsupported(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> str | None:
     if math.prod(q_BTNH.shape[1:]) > MAX_QUERY_SIZE or _tile(q_BTNH, k_LBKSH) < LANES:
         T, N = q_BTNH.shape[1:3]
         return f"{T} queries of {N} heads over {k_LBKSH.shape[2]} of {H} are too large for a chip's memory"
+    if jax.config.jax_default_matmul_precision == "high":  # type: ignore[attr-defined]
+        return "it multiplies at matmul_precision default or highest, not high"
     return None
 
 
