@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks import correctness
 from tests.conftest import FULL
@@ -238,6 +239,14 @@ def test_rows_whose_gradients_a_chip_cannot_hold_are_told():
     k = jax.ShapeDtypeStruct((1, 2**16, 1, 128), jnp.bfloat16)
     assert splash_backward.unsupported(k) == "65536 keys of 128 are too many for a chip's memory"
     assert splash_backward.unsupported(jax.ShapeDtypeStruct((1, 2**14, 8, 128), jnp.bfloat16)) is None
+
+
+def test_our_kernels_are_not_taken_on_chips_of_little_memory_though_the_rows_of_a_trial_would_fit():
+    k = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
+    for kind, reason in (("TPU v4", "a core of a TPU v4 has too little memory of its own"), ("TPU v5 lite", None)):
+        chip = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+        with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=chip)):
+            assert splash_backward.unsupported(k) == reason
 
 
 def test_shapes_that_the_kernel_cannot_do_are_told_with_the_reason():

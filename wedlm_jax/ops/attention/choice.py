@@ -72,6 +72,11 @@ def target_platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def target_kind() -> str:
+    """What jax calls the device that is compiled for, as "TPU v4"."""
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind
+
+
 @functools.cache
 def log_once(chosen: str, why: str, *, falls_back: bool) -> None:
     """Says what is used, and why, the first time; where that is not what was to be used, as a warning, which Python shows by

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from wedlm_jax.ops.attention.choice import target_kind
 from wedlm_jax.ops.attention.splash_tiles import (
     LANES,
     LANES_BY_LANES,
@@ -29,7 +30,8 @@ from wedlm_jax.ops.attention.splash_tiles import (
     visible,
 )
 
-MEMORY = 56 * 2**20  # bytes of a core's own memory, of 64 MiB (v5p, v7x) or 128 (v5e, v6e); a v4 has too little
+MEMORY = 56 * 2**20  # bytes of a core's own memory, of 64 MiB (v5p, v7x) or 128 (v5e, v6e)
+SMALLER = ("TPU v2", "TPU v3", "TPU v4")  # 16 MiB: the short rows of a trial would fit, those of a training would not
 MAX_SUMS = 40 * 2**20  # of that, for the gradients of keys and values
 _SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 
@@ -37,6 +39,8 @@ _SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 def unsupported(k_BTKH: jax.Array) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     T, H = k_BTKH.shape[1], k_BTKH.shape[3]
+    if (kind := target_kind()).startswith(SMALLER):
+        return f"a core of a {kind} has too little memory of its own"
     sums = T * max(H, LANES) * 2 * (4 + 2 * k_BTKH.dtype.itemsize)  # summed in float32; two results on their way out
     return None if sums <= MAX_SUMS else f"{T} keys of {H} are too many for a chip's memory"
 
