@@ -16,7 +16,7 @@ from tests.hf.conftest import ORACLE
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices, ahead_of_time
-from wedlm_jax.absent_devices import CHIPS, canonical, devices
+from wedlm_jax.absent_devices import CHIPS, canonical, chip_of, devices
 from wedlm_jax.ahead_of_time import StepReport, compile_only, trace_step
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, ModelOverrides, load_experiment, override
@@ -189,6 +189,13 @@ def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothin
 def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16(name):
     model = load_experiment(name).model
     assert (model.dtype, model.param_dtype, model.remat) == ("bfloat16", "float32", "attention")
+
+
+@NEEDS_LIBTPU
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1"])
+def test_a_chip_is_called_as_jax_calls_the_device(topology):
+    """By this the bandwidth of a device that is here is found."""
+    assert devices(topology)[0].device_kind == chip_of(topology).name
 
 
 @NEEDS_LIBTPU

@@ -54,9 +54,9 @@ AMPERE = Gpu((8, 0), multiprocessors=108, clock_ghz=1.41, l2_cache=40 * 2**20, s
 # cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), nvidia.com/data-center; read in November 2026. NVLink's
 # sheets count both directions.
 CHIPS = {
-    "v5e": Chip("TPU v5e", 16 * 2**30, 819e9, "ICI", 1600e9 / 8),
-    "v5p": Chip("TPU v5p", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8),
-    "v6e": Chip("TPU v6e", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8),
+    "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, "ICI", 1600e9 / 8),
+    "v5p": Chip("TPU v5", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8),
+    "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8),
     "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, AMPERE),
     "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, HOPPER),
     "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, HOPPER),
