@@ -25,7 +25,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import init_params, param_shapes, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
-from wedlm_jax.ops.attention import trial
+from wedlm_jax.ops.attention import trial, window_tpu
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(
@@ -83,6 +83,25 @@ def test_no_cache_is_copied(decoder, attention, monkeypatch):
     assert_no_copy_of_cache(prefill, state.cache)
     assert_no_copy_of_cache(loop, state.cache)
     assert ("attend_window" in loop) == (attention == "auto")
+
+
+LARGEST = [(64, 64, 8, jnp.float32)] + ([(64, 64, 2, jnp.bfloat16)] if FULL else [])
+
+
+@pytest.mark.parametrize(("queries", "heads", "kv_heads", "dtype"), LARGEST)
+def test_the_largest_windows_that_the_kernel_takes_fit_into_a_chips_memory(queries, heads, kv_heads, dtype):
+    """More queries than a trial has. Of the chips a v5p needs most."""
+    mesh = make_mesh(MeshConfig(), absent_devices.devices("v5p:1x1x1"))
+    shapes = (ROWS, queries, heads, 128), *[(4, ROWS, kv_heads, 4112, 128)] * 2
+    q, k, v = (jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+    assert window_tpu.unsupported(q, k) is None
+
+    def attend(*arrays):
+        with on_mesh(mesh):
+            return window_tpu.attend_window(*arrays)
+
+    layer, end = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (ROWS, queries)))
+    jax.jit(attend).lower(*on_chip((q, k, v, layer, end), mesh)).compile()
 
 
 @pytest.mark.skipif(not FULL, reason="compiles for four chips; launch/test.sh --full")
