@@ -102,15 +102,22 @@ def test_wrong_kernels_fail_the_trial(a_gpu, wrong):
 @pytest.mark.parametrize(
     ("kernels", "attend_few", "device"), [("split", "attend_split", "GPU"), ("window", "attend_window", "TPU")]
 )
-def test_the_kernels_over_a_cache_are_tried_as_well(a_gpu, monkeypatch, kernels, attend_few, device, dtype):
+def test_the_kernels_over_a_cache_are_tried_as_well_while_a_decoding_program_is_traced(
+    a_gpu, monkeypatch, kernels, attend_few, device, dtype
+):
+    def tried():
+        found = []
+        jax.eval_shape(lambda x: found.append(trial.failure(kernels, *heads)) or x, jnp.zeros(1))
+        return found[0]
+
     monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
     heads = (4, 2, 128, jnp.dtype(dtype))
     interpreted = functools.partial(getattr(trial, attend_few), interpret=True)
     monkeypatch.setattr(trial, attend_few, interpreted)
-    assert trial.failure(kernels, *heads) is None
+    assert tried() is None
     trial.failure.cache_clear()
     monkeypatch.setattr(trial, attend_few, lambda q, k, v, layer, end: interpreted(q, k, v, layer, end + 1))
-    assert trial.failure(kernels, *heads).startswith(f"it is wrong on this {device}, by ")
+    assert tried().startswith(f"it is wrong on this {device}, by ")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

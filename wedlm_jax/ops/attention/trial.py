@@ -63,14 +63,15 @@ def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, 
         "split": functools.partial(_cache, attend_split),
         "window": functools.partial(_cache, attend_window),
     }
-    programs = tried[kernels](num_heads, num_kv_heads, head_dim, dtype)
-    # A thread of its own: what is traced, and the mesh, are those of a thread.
+    programs = functools.partial(tried[kernels], num_heads, num_kv_heads, head_dim, dtype)
+    # A thread of its own, for the arrays too: what is traced, and the mesh, are those of a thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_failure, device, *programs).result()
+        return thread.submit(_failure, device, programs).result()
 
 
-def _failure(device: str, ours: Callable[..., Any], dense: Callable[..., Any], arrays: tuple[Any, ...]) -> str | None:
+def _failure(device: str, programs: Callable[[], tuple[Any, ...]]) -> str | None:
     try:
+        ours, dense, arrays = programs()
         pairs = zip(jax.jit(ours)(*arrays), jax.jit(dense)(*arrays), strict=True)
         errors = [_relative_error(x, expected) for x, expected in pairs]
     except Exception as error:  # whatever a compiler or a driver raises, XLA's own attention is still there
