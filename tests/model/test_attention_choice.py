@@ -86,6 +86,17 @@ def test_splash_runs_by_our_kernels_unless_their_trial_or_the_length_of_a_row_sp
     ]
 
 
+def test_kernels_are_tried_for_the_heads_and_the_numbers_of_the_program_that_asks(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(trial, "failure", lambda *arguments: asked.append(arguments))
+    q, k = (jax.ShapeDtypeStruct((1, 256, n, 128), jnp.float32) for n in (4, 2))
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            assert patterns._own_kernels(q, k)
+    assert asked == [("splash", 4, 2, 128, jnp.float32, exact) for exact in (False, True)]
+
+
 def test_the_platform_is_that_of_this_process_outside_a_mesh():
     assert choice.target_platform() == jax.default_backend() == "cpu"
 

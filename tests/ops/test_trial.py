@@ -11,7 +11,7 @@ import pytest
 
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import choice, flash_gpu, splash, splash_backward, splash_forward, trial
-from wedlm_jax.ops.attention.dense import attend
+from wedlm_jax.ops.attention.dense import attend, is_exact
 from wedlm_jax.ops.attention.flash_gpu import Kernels
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
@@ -151,6 +151,19 @@ def assert_found(monkeypatch, heads, mistake):
     with monkeypatch.context() as wrong:
         wrong.setattr(splash_forward, "splash_output", lambda *args, **settings: mistake(*right(*args, **settings)))
         assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_kernels_are_tried_at_the_precision_of_the_program_that_asks(a_gpu, exact):
+    found = []
+
+    def forward_at_some_precision(q, *arrays):
+        found.append(is_exact(q.dtype))
+        return forward(q, *arrays)
+
+    a_gpu(dataclasses.replace(RIGHT, forward=forward_at_some_precision))
+    assert trial.failure("flash", *HEADS, jnp.dtype(jnp.float32), exact) is None
+    assert set(found) == {exact}
 
 
 def test_kernels_that_fail_do_not_end_the_run(a_gpu):

@@ -35,6 +35,7 @@ from wedlm_jax.ops.attention import (
     trial,
     window_tpu,
 )
+from wedlm_jax.ops.attention.dense import is_exact
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
 
 
@@ -205,7 +206,7 @@ class CachedWindow:
             return "xla"
         kernels = {"tokamax": split_gpu, "splash": window_tpu}
         unsupported = {name: kernel.unsupported(q, k_cache) for name, kernel in kernels.items()}
-        heads = q.shape[2], k_cache.shape[2], q.shape[3], k_cache.dtype
+        heads = _tried(q, k_cache.shape[2])
         failures = {
             "tokamax": functools.partial(trial.failure, "split", *heads),
             "splash": functools.partial(trial.failure, "window", *heads),
@@ -248,7 +249,7 @@ def _attend(
             "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
         }
         of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
-        failures = {"tokamax": functools.partial(trial.failure, "flash", q.shape[2], *k.shape[2:], q.dtype)}
+        failures = {"tokamax": functools.partial(trial.failure, "flash", *_tried(q, k.shape[2]))}
         match choose(implementation, unsupported, failures=failures):
             case "splash":
                 interpret = target_platform() != "tpu"
@@ -267,10 +268,15 @@ def _own_kernels(q: jax.Array, k: jax.Array) -> bool:
     for a TPU that is not there."""
     reason = splash_backward.unsupported(k)
     if reason is None and jax.default_backend() == "tpu":
-        reason = trial.failure("splash", q.shape[2], *k.shape[2:], q.dtype)
+        reason = trial.failure("splash", *_tried(q, k.shape[2]))
     if reason is not None:
         choice.log_once("splash by jax's kernels", f"because of ours: {reason}", falls_back=True)
     return reason is None
+
+
+def _tried(q: jax.Array, kv_heads: int) -> tuple[Any, ...]:
+    """For which heads, and in which numbers, `trial.failure` tries kernels."""
+    return q.shape[2], kv_heads, q.shape[3], q.dtype, is_exact(q.dtype)
 
 
 def document_starts(segment_ids: jax.Array) -> jax.Array:

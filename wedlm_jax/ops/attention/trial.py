@@ -47,8 +47,11 @@ log = logging.getLogger(__name__)
 
 
 @functools.cache
-def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype) -> str | None:
-    """Why the kernels are not to be used on this machine's GPU or TPU for such heads, or None if they are right.
+def failure(
+    kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype, exact: bool = False
+) -> str | None:
+    """Why the kernels are not to be used on this machine's GPU or TPU for such heads, or None if they are right; `exact` as
+    `is_exact` says it where they are to be used.
 
     May be called while something is traced, inside a mesh too. Processes of one run, whose devices are of one kind, come to the
     same answer.
@@ -66,14 +69,15 @@ def failure(kernels: Kernels, num_heads: int, num_kv_heads: int, head_dim: int, 
     programs = functools.partial(tried[kernels], num_heads, num_kv_heads, head_dim, dtype)
     # A thread of its own, for the arrays too: what is traced, and the mesh, are those of a thread.
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_failure, device, programs).result()
+        return thread.submit(_failure, device, "highest" if exact else "default", programs).result()
 
 
-def _failure(device: str, programs: Callable[[], tuple[Any, ...]]) -> str | None:
+def _failure(device: str, precision: str, programs: Callable[[], tuple[Any, ...]]) -> str | None:
     try:
-        ours, dense, arrays = programs()
-        pairs = zip(jax.jit(ours)(*arrays), jax.jit(dense)(*arrays), strict=True)
-        errors = [_relative_error(x, expected) for x, expected in pairs]
+        with jax.default_matmul_precision(precision):
+            ours, dense, arrays = programs()
+            pairs = zip(jax.jit(ours)(*arrays), jax.jit(dense)(*arrays), strict=True)
+            errors = [_relative_error(x, expected) for x, expected in pairs]
     except Exception as error:  # whatever a compiler or a driver raises, XLA's own attention is still there
         return f"it failed on this {device}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     if all(error <= TOLERATED for error in errors):  # nan is wrong too
