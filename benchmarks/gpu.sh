@@ -29,6 +29,9 @@ export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/jax_cach
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=${JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS:-0}
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=0}
+# Of several GPUs the first: every figure is of one, and of the others jax would take the memory.
+gpus=${CUDA_VISIBLE_DEVICES:-0}
+export CUDA_VISIBLE_DEVICES=${gpus%%,*}
 
 install="pip install -e '.[cuda,gpu]' (and on Python 3.11 pip install --no-deps tokamax==0.0.12)"
 
@@ -85,7 +88,7 @@ stage() {
 {
   printf '## GPU\n\n%s, commit %s' "$(date -u +%F)" "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
   if $smoke; then printf ', smoke run on a CPU: nothing below is a figure'; fi
-  printf '. `benchmarks/gpu.sh`%s\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sed 's/^/ · /')"
+  printf '. `benchmarks/gpu.sh`%s\n' "$(nvidia-smi --id="$CUDA_VISIBLE_DEVICES" --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null | sed 's/^/ · /')"
 } >"$results"
 
 # Correctness needs no program to be fast, and finding the fastest would take most of its time.

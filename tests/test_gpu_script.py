@@ -47,6 +47,13 @@ def test_on_a_gpu_all_stages_together_get_less_than_eight_minutes(tmp_path):
     assert "--attention tokamax" in text and "--attention xla" in text
 
 
+@pytest.mark.parametrize(("given", "used"), [({}, "0"), ({"CUDA_VISIBLE_DEVICES": "3,4"}, "3")])
+def test_of_several_gpus_one_is_measured(tmp_path, given, used):
+    python = stand_in(tmp_path, 'echo "on GPU $CUDA_VISIBLE_DEVICES"')
+    run("--smoke", str(tmp_path / "gpu.md"), PYTHON=python, **given)
+    assert (tmp_path / "gpu.md").read_text().count(f"on GPU {used}\n") == STAGES
+
+
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
     done = run(str(tmp_path / "gpu.md"), PYTHON=sys.executable, JAX_PLATFORMS="cpu")
     assert done.returncode == 2
