@@ -22,6 +22,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.int8 import rounded
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.model_file import ModelFile
+from wedlm_jax.model_flags import ModelFlags
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save, save_adapter
 from wedlm_jax.sharding import MeshConfig
@@ -251,3 +252,16 @@ def test_a_broken_model_file_is_named(workdir, text):
     with pytest.raises(UserError, match="model.json: ") as error:
         load(directory)
     assert "\n" not in str(error.value)
+
+
+def test_float32_that_is_asked_for_multiplies_in_float32_on_every_device():
+    directory = str(ORACLE / "wedlm_qwen3" / "model")
+
+    def in_full_precision(model):
+        traced = jax.make_jaxpr(lambda x: model(x, positions=x))(jnp.zeros((1, 4), jnp.int32))
+        return str(traced).count("precision=(Precision.HIGHEST, Precision.HIGHEST)")
+
+    default = in_full_precision(load(directory, "float32"))  # rotations alone
+    assert in_full_precision(ModelFlags(directory).load()) == default
+    assert in_full_precision(ModelFlags(directory, dtype="float32").load()) > default
+    assert in_full_precision(load(directory, "float32", matmul_precision="highest")) > default

@@ -51,7 +51,6 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, ChatTemplateFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.int8 import in_int8
-from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
@@ -177,10 +176,8 @@ def load_exact(
 ) -> Model:
     """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for. With `int8` its kernels are
     rounded first (`model.int8`), and its chat template has these `variables`."""
-    model = pretrained.load(path, "float32", adapter=adapter, mesh=mesh, chat_template_kwargs=variables)
-    model = in_int8(model, model.mesh) if int8 else model
-    config = dataclasses.replace(model.config, matmul_precision="highest")
-    return dataclasses.replace(model, config=config, transformer=transformer_from(config, params_of(model.transformer)))
+    model = pretrained.load(path, "float32", None, mesh, adapter, variables, "highest")
+    return in_int8(model, model.mesh) if int8 else model
 
 
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -24,7 +24,12 @@ class ModelFlags:
 
     def load(self) -> Model:
         """Raises a `UserError` as `pretrained.load`."""
-        return pretrained.load(self.model, self.dtype, adapter=self.adapter, mesh=self.mesh)
+        return self._load(None)
+
+    def _load(self, variables: dict[str, Any] | None) -> Model:
+        # Who asks for float32 on an accelerator asks for the tokens of a CPU.
+        precision: Literal["highest"] | None = "highest" if self.dtype == "float32" else None
+        return pretrained.load(self.model, self.dtype, None, self.mesh, self.adapter, variables, precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +39,7 @@ class ChatModelFlags(ModelFlags):
     chat_template_kwargs: ChatTemplateFlag = None
 
     def load(self) -> Model:
-        variables = variables_of(self.chat_template_kwargs)
-        return pretrained.load(
-            self.model, self.dtype, adapter=self.adapter, mesh=self.mesh, chat_template_kwargs=variables
-        )
+        return self._load(variables_of(self.chat_template_kwargs))
 
 
 def variables_of(flag: str | None) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,7 @@ def load(
     mesh: Mesh | MeshConfig | None = None,
     adapter: str | Path | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    matmul_precision: Literal["default", "high", "highest"] | None = None,
 ) -> Model:
     """Loads a model.
 
@@ -70,6 +71,7 @@ def load(
         special ids and its calibration take the place of theirs.
       chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` of Qwen3's, for every
         conversation that is a prompt of this model. `save` writes the template as it was stored.
+      matmul_precision: of float32, which "highest" makes float32 on accelerators too; None: as it was trained.
 
     Raises:
       UserError: nothing is there, it is not complete, or it holds what is not implemented; the adapter is of another base; the
@@ -79,7 +81,7 @@ def load(
         mesh = mesh_of_first(mesh)
     if dtype in ("int8", jnp.int8):
         with on_host():
-            exact = load(path, None, mask_token_id, adapter=adapter, chat_template_kwargs=chat_template_kwargs)
+            exact = load(path, None, mask_token_id, None, adapter, chat_template_kwargs, matmul_precision)
         return in_int8(exact, mesh)
     directory = locate(path)
     if is_workdir(directory):
@@ -100,6 +102,10 @@ def load(
         "measured_windows": _of_these_weights(directory / WINDOWS_FILE, read_measured_windows(directory), model),
     }
     model = dataclasses.replace(model, source=model.source or str(path), **measured)
+    if matmul_precision is not None:
+        config = dataclasses.replace(model.config, matmul_precision=matmul_precision)
+        transformer = transformer_from(config, params_of(model.transformer))
+        model = dataclasses.replace(model, config=config, transformer=transformer)
     return model if chat_template_kwargs is None else _with_template(model, chat_template_kwargs)
 
 
