@@ -111,7 +111,8 @@ def load(
 
 def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
     """Writes an HF directory: safetensors, config.json, generation_config.json, tokenizer; and decoding.json and windows.json,
-    where the model was calibrated. An adapter of all rows is merged into the weights.
+    where the model was calibrated. An adapter of all rows is merged into the weights. Tokenizer files are those that the model
+    was loaded with, whatever `model.tokenizer` has become; where `model.files` is None they are written from it.
 
     Args:
       path: where; `~` is the home directory, as for `load`.
