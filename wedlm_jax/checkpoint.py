@@ -81,7 +81,7 @@ class Checkpoints:
         """Saves the state after `step` batches, with the data iterator as it stands before the next one is drawn.
 
         Args:
-          metrics: by which checkpoints are kept: `skipped_in_row`, and what the validation of this very step measured.
+          metrics: by which checkpoints are kept: `skipped_in_row`, what the validation of this very step measured, and of what.
 
         Raises:
           UserError: this checkpoint, or the one before it, could not be written; the others are kept.
@@ -241,7 +241,7 @@ def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_m
     Args:
       metrics: of each checkpoint, by step.
       last: how many of the newest.
-      best_metric: a name in metrics; a checkpoint without it, not finite, or measured of other things than the newest is none.
+      best_metric: a name in metrics; what lacks it, is not finite or is measured of other things than the newest is not the best.
     """
     steps = sorted(metrics)
     finite = [step for step in steps if not metrics[step].get(SKIPPED_IN_ROW)]

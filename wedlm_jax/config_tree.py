@@ -54,9 +54,7 @@ def validated(cls: type[Config], tree: Mapping[str, Any], source: str) -> Config
         config = pydantic.TypeAdapter(cls).validate_python(tree)
     except pydantic.ValidationError as error:
         wrong = _first(error)
-        name = ".".join(
-            part for part in map(str, wrong["loc"]) if not part[:1].isupper()
-        )  # classes: choices of a union
+        name = ".".join(part for part in map(str, wrong["loc"]) if not part[:1].isupper())  # no classes of a union
         line = _first_line(error)
         name = "" if line.startswith((f"{name}.", f"{name}:")) else name  # it says so itself
         raise UserError(": ".join(part for part in (source, name, line) if part)) from None

@@ -383,6 +383,15 @@ def test_what_a_saved_hf_dataset_does_not_have_is_named(tmp_path, monkeypatch, f
     assert told(config_of(tmp_path, "hf_dataset", **fields)).endswith(f"leave out data.{next(iter(fields))}")
 
 
+def test_the_splits_of_a_saved_hf_dataset_are_listed_where_the_usual_one_is_missing(tmp_path, monkeypatch):
+    (tmp_path / "dataset_dict.json").touch()
+    splits = {"train_sft": [], "test_sft": []}
+    saved = types.SimpleNamespace(load_from_disk=lambda folder: splits, DatasetDict=dict)
+    monkeypatch.setitem(sys.modules, "datasets", saved)
+    message = told(config_of(tmp_path, "hf_dataset"))
+    assert message.endswith("no split 'train'; name one as data.dataset_split: train_sft, test_sft")
+
+
 def test_hf_dataset_without_its_package_says_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert told(config_of("x", "hf_dataset")).endswith("pip install datasets")

@@ -125,10 +125,16 @@ def test_a_prompt_of_messages_without_a_completion_of_messages_is_bad(tmp_path, 
     path = write_lines(tmp_path / "chat.jsonl", [{"prompt": turns[:1], "completion": turns[1:]} | change])
     with pytest.raises(BadRecord, match=f"chat.jsonl:1: {message}"):
         epoch(config_of(path))
-    with pytest.raises(
-        BadRecord, match="prompt is messages, which the chat template writes; leave out data.plain_prompt"
-    ):
-        epoch(config_of(path, plain_prompt=True))
+
+
+def test_messages_are_never_written_plainly(tmp_path):
+    """The chat template would write them all the same, whatever data.plain_prompt says."""
+    turns = CHATS[0]["messages"]
+    for record in ({"prompt": turns[:1], "completion": turns[1:]}, {"messages": turns}):
+        path = write_lines(tmp_path / "chat.jsonl", [record])
+        message = f"{next(iter(record))} is messages, which the chat template writes; leave out data.plain_prompt"
+        with pytest.raises(BadRecord, match=message):
+            epoch(config_of(path, plain_prompt=True))
 
 
 def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):

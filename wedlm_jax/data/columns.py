@@ -68,11 +68,12 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
         return _decoded_reply(fields)
     kind, columns = choose_columns(config, fields)
     values = [plain(fields[column]) for column in columns]
+    of_trl = kind == "completion" and any(isinstance(value, list | Mapping) for value in values)  # both are messages
+    if config.plain_prompt and (of_trl or kind == "messages"):
+        raise BadRecord(f"{columns[0]} is messages, which the chat template writes; leave out data.plain_prompt")
     if kind == "messages":
         return _chat(read_messages(values[0], columns[0]), fields)
-    if kind == "completion" and any(isinstance(value, list | Mapping) for value in values):  # as TRL has conversations
-        if config.plain_prompt:
-            raise BadRecord(f"{columns[0]} is messages, which the chat template writes; leave out data.plain_prompt")
+    if of_trl:
         before, after = (read_messages(value, column) for value, column in zip(values, columns, strict=True))
         return _chat([*({**message, "weight": 0} for message in before), *after], fields)
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]

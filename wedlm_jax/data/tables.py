@@ -136,12 +136,19 @@ class HfTable(Table):
         try:
             if one or several:
                 rows = datasets.load_from_disk(str(folder))
-                rows = rows[split] if isinstance(rows, datasets.DatasetDict) else rows
             else:
                 name = str(folder) if folder.exists() else self._path
                 rows = datasets.load_dataset(name, self._config.subset, split=split)
         except Exception as error:  # of the library, the network, or the formats below it
-            raise UserError(f"data.path={self._path}, split {split!r}: cannot be loaded ({reason(error)})") from None
+            raise UserError(
+                f"data.path={self._path}, data.dataset_split={split}: cannot be loaded ({reason(error)})"
+            ) from None
+        if isinstance(rows, datasets.DatasetDict):
+            if split not in rows:
+                raise UserError(
+                    f"data.path={self._path}: no split {split!r}; name one as data.dataset_split: {', '.join(rows)}"
+                )
+            rows = rows[split]
         self._choose(rows.column_names)
         # One is saved with the format that its maker last read it in: as tensors or frames, or without some columns.
         return rows.with_format(None).select_columns(self._columns)
