@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax import DecodeConfig
-from wedlm_jax.decode import sampling
+from wedlm_jax.decode import sampling, window
 from wedlm_jax.decode.config import LARGEST_FLOAT, RowSettings
 from wedlm_jax.decode.sampling import filter_logits, position_noise, sample
 from wedlm_jax.decode.selection import RULES, select_by_confidence, select_by_entropy, select_drafts
@@ -151,6 +152,24 @@ def test_a_large_vocabulary_is_drawn_from_in_little_memory_and_the_tokens_are_th
     monkeypatch.setattr(sampling, "LARGE_VOCABULARY", 2**30)
     jax.clear_caches()
     np.testing.assert_array_equal(program(logits, positions, rows), jax.jit(sample)(logits, positions, rows))
+
+
+def test_what_logits_of_a_large_vocabulary_say_is_read_in_little_memory_and_is_the_same(monkeypatch):
+    """Of all rows at once two more arrays as large as the logits were held."""
+    random = np.random.default_rng(0)
+    logits = jnp.asarray(random.normal(size=(8, 4, 16_384)) * 3, "float32")
+    rows = settings_of(*[DecodeConfig(temperature=1.0), DecodeConfig()] * 4)
+    state = SimpleNamespace(filled=jnp.asarray(random.random((8, 4)) < 0.5), length=jnp.arange(8))
+
+    def read(logits, rows):
+        made_here = jnp.tanh(logits)  # as those of a forward are
+        return window.read_slots(made_here, jnp.broadcast_to(jnp.arange(4), (8, 4)), state, rows, entropy)
+
+    program = jax.jit(read).lower(logits, rows).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1.9 * logits.nbytes
+    monkeypatch.setattr(window, "LARGE_VOCABULARY", 2**30)
+    jax.clear_caches()
+    jax.tree.map(np.testing.assert_array_equal, program(logits, rows), jax.jit(read)(logits, rows))
 
 
 def test_the_noise_reaches_tokens_of_a_vocabulary_s_tail():

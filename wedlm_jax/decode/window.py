@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.sampling import sample
+from wedlm_jax.decode.sampling import LARGE_VOCABULARY, sample
 from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.window_table import WindowTable
+from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
@@ -190,8 +191,20 @@ def _switch_in_place(
 def read_slots(
     logits: jax.Array, slots: jax.Array, state: DecodeState, settings: RowSettings, score: Score | None
 ) -> Reading:
-    """What logits float32 [B, R, V] of these slots [B, R] say: `Reading` with R in the place of C."""
+    """What logits float32 [B, R, V] of these slots [B, R] say: `Reading` with R in the place of C.
+
+    On a CPU row by row where the vocabulary is large: of all rows at once two arrays as large as the logits are held beside them.
+    """
+
+    def read(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> Reading:
+        tokens = sample(logits, positions, settings)
+        log_probs = log_prob(logits, tokens)
+        return Reading(tokens, log_probs, jnp.zeros_like(log_probs) if score is None else score(logits))
+
+    def read_row(row: tuple[jax.Array, jax.Array, RowSettings]) -> Reading:
+        return jax.tree.map(lambda x: x[0], read(*jax.tree.map(lambda x: x[None], row)))
+
     filled = jnp.take_along_axis(state.filled, slots, axis=1)
-    tokens = sample(logits, state.length[:, None] + slots + filled, settings)
-    log_probs = log_prob(logits, tokens)
-    return Reading(tokens, log_probs, jnp.zeros_like(log_probs) if score is None else score(logits))
+    given = logits, state.length[:, None] + slots + filled, settings
+    row_by_row = target_platform() == "cpu" and min(slots.shape) > 1 and logits.shape[-1] >= LARGE_VOCABULARY
+    return jax.lax.map(read_row, given) if row_by_row else read(*given)
