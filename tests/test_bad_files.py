@@ -180,7 +180,7 @@ HF = {
     "another vocabulary than the weights": Case(
         LOAD, r"misshapen .*embed_tokens.weight .*is \[320, 16\], needs \[400, 16\]", config(vocab_size=400)
     ),
-    "an architecture that is not implemented": Case(LOAD, "exported/config.json: .*llama", config(model_type="llama")),
+    "an architecture that is not implemented": Case(LOAD, "exported/config.json: .*mistral", config(model_type="mistral")),
     "a rope that is not implemented": Case(
         LOAD, "exported/config.json: .*rope", config(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None)
     ),

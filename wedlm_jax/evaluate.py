@@ -176,7 +176,9 @@ def load_exact(
 ) -> Model:
     """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for. With `int8` its kernels are
     rounded first (`model.int8`), and its chat template has these `variables`."""
-    model = pretrained.load(path, "float32", None, mesh, adapter, variables, "highest")
+    model = pretrained.load(
+        path, "float32", mesh=mesh, adapter=adapter, chat_template_kwargs=variables, matmul_precision="highest"
+    )
     return in_int8(model, model.mesh) if int8 else model
 
 

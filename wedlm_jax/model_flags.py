@@ -29,7 +29,10 @@ class ModelFlags:
     def _load(self, variables: dict[str, Any] | None) -> Model:
         # Who asks for float32 on an accelerator asks for the tokens of a CPU.
         precision: Literal["highest"] | None = "highest" if self.dtype == "float32" else None
-        return pretrained.load(self.model, self.dtype, None, self.mesh, self.adapter, variables, precision)
+        return pretrained.load(
+            self.model, self.dtype, mesh=self.mesh, adapter=self.adapter, chat_template_kwargs=variables,
+            matmul_precision=precision,
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

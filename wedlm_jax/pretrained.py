@@ -81,7 +81,10 @@ def load(
         mesh = mesh_of_first(mesh)
     if dtype in ("int8", jnp.int8):
         with on_host():
-            exact = load(path, None, mask_token_id, None, adapter, chat_template_kwargs, matmul_precision)
+            exact = load(
+                path, None, mask_token_id, adapter=adapter, chat_template_kwargs=chat_template_kwargs,
+                matmul_precision=matmul_precision,
+            )  # fmt: skip
         return in_int8(exact, mesh)
     directory = locate(path)
     if is_workdir(directory):

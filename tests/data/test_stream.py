@@ -148,7 +148,8 @@ def test_a_script_that_its_own_workers_would_run_is_told_what_it_lacks(tmp_path)
     """They import it first, and die of it: it would start workers there, too."""
     script = tmp_path / "script.py"
     script.write_text("from wedlm_jax.data.reading import Reader\nnext(Reader(range(64), 1, 1).read(0, 1))\n")
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    path = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, env=path)
     assert 'or a script that trains without `if __name__ == "__main__":`?' in ended.stderr, ended.stderr
 
 
