@@ -6,9 +6,9 @@ The base is SmolLM2-135M-Instruct (Apache-2.0), which answers in natural languag
 of the file ({"messages": [{"role": "user", ...}]} a line), then the adapter learns what the base says behind them: 4.89M
 parameters, 3.6 % of the base. Without a network, `python -m benchmarks.smollm2` makes both of what is on PyPI.
 
-Two CPU cores: 13 minutes to answer 1,080 prompts, 44 to train. Expect the base's own text, at 1.37 tokens per forward (W = 8),
-1.10 by masks alone, beside 1.29 of prompt lookup: natural language wants more steps than these 125 (benchmarks/RESULTS.md, "An
-adapter beside a real language model").
+Two CPU cores: 13 minutes to answer 1,080 prompts, 44 to train. Expect the base's own text, at 1.41 tokens per forward (W = 8)
+beside 1.32 of prompt lookup: natural language wants more steps than these 125 (benchmarks/RESULTS.md, "An adapter beside a real
+language model").
 """
 
 import dataclasses

@@ -203,15 +203,14 @@ def started(
         raise UserError(
             "--official runs streaming, and its engine takes no adapter of mask rows; leave one of the two out"
         )
-    if args.official is not None and stock_arch(model.config) != "qwen3":
-        raise UserError(
-            f"--official has been compared on qwen3 models alone, and this one is {stock_arch(model.config)}; leave it out"
-        )
     names: list[Name] = [*args.baseline, *(() if args.official is None else ("official",))]
     if not names:
         return [], None
     export = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "export"
-    pretrained.save(plain(model), export, stock_arch(model.config))
+    arch = stock_arch(model.config)
+    if args.official is not None and arch != "qwen3":
+        raise UserError(f"--official has been compared on qwen3 models alone, and this one is {arch}; leave it out")
+    pretrained.save(plain(model), export, arch)
     rows, context = max(args.batches), max(piece.prompt_tokens + piece.output_tokens for piece in work)
     job = {
         "dtype": model.config.dtype, "checkout": str(args.official), "window_size": decode.window,

@@ -167,7 +167,7 @@ def test_what_logits_of_a_large_vocabulary_say_is_read_in_little_memory_and_is_t
 
     program = jax.jit(read).lower(logits, rows).compile()
     assert program.memory_analysis().temp_size_in_bytes < 1.9 * logits.nbytes
-    monkeypatch.setattr(window, "LARGE_VOCABULARY", 2**30)
+    monkeypatch.setattr(sampling, "LARGE_VOCABULARY", 2**30)
     jax.clear_caches()
     jax.tree.map(np.testing.assert_array_equal, program(logits, rows), jax.jit(read)(logits, rows))
 

@@ -241,12 +241,8 @@ def test_export_and_reading_back_is_the_identity(arch, bias, norm):
         ("qwen3", True, False, "choose qwen2 or wedlm"),
         ("llama", False, True, "choose qwen3 or wedlm"),
         ("wedlm", True, True, "this model a qkv bias and a qk norm; choose no arch; train with one of the two"),
-        (
-            "wedlm",
-            False,
-            False,
-            "this model no qkv bias and no qk norm; choose llama",
-        ),  # the engine would take it for Qwen3
+        # The official engine would take it for Qwen3.
+        ("wedlm", False, False, "this model no qkv bias and no qk norm; choose llama"),
         ("mistral", False, True, "choose one of wedlm, qwen3, qwen2, llama"),
     ],
 )

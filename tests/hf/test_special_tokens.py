@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -193,28 +190,6 @@ def test_tokenizer_files_are_carried_along_unchanged(copy_of, tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (directory / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     assert tokenizer_in(tmp_path / "out")("w1 w2")["input_ids"] == [1, 2]
-
-
-IN_ASCII = """
-import sys
-from pathlib import Path
-from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from wedlm_jax.hf.tokenizer import write_chat_template
-
-assert sys.getfilesystemencoding() == "ascii"
-folder, name = Path(sys.argv[1]), "<\\uff5cend\\uff5c>"
-tokenizer = train_tokenizer(["the cat"] * 3, 280)
-tokenizer.add_special_tokens({"additional_special_tokens": [name]})
-save_tokenizer(tokenizer, folder)
-write_chat_template(tokenizer, folder)
-assert name in load_tokenizer(folder).all_special_tokens
-"""
-
-
-def test_tokenizer_files_are_written_in_utf8_where_the_locale_is_of_another_encoding(tmp_path):
-    """As on clusters where LANG is en_US; DeepSeek's special tokens, for example, are no ASCII."""
-    in_ascii = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    subprocess.run([sys.executable, "-c", IN_ASCII, str(tmp_path)], env=in_ascii, check=True)
 
 
 def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):

@@ -40,14 +40,20 @@ def sample(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> ja
         return greedy
 
     of_rows = settings.key, settings.temperature, settings.top_k, settings.top_p
-    one_by_one = target_platform() == "cpu" and positions.size > 1 and logits.shape[-1] >= LARGE_VOCABULARY
+    one_by_one = positions.size > 1 and in_pieces(logits)
     drawn = (_draw_slot_by_slot if one_by_one else _draw)(logits, positions, *of_rows)
     return jnp.where(settings.temperature[:, None] > 0, drawn, greedy)
 
 
+def in_pieces(logits: jax.Array) -> bool:
+    """Whether what is made of logits is made of some of them at a time: on a CPU where the vocabulary is large, since it is as
+    large as they are, and that of a few stays in a processor's caches."""
+    return target_platform() == "cpu" and logits.shape[-1] >= LARGE_VOCABULARY
+
+
 def _draw_slot_by_slot(logits: jax.Array, positions: jax.Array, *of_rows: jax.Array) -> jax.Array:
     """`_draw` of one slot after the other: what is made on the way is eight times as large as the logits, 2.5 GB of 16 windows of
-    32 slots and Qwen's vocabulary, and that of one slot stays in a processor's caches."""
+    32 slots and Qwen's vocabulary."""
     B, T, _ = logits.shape
 
     def draw(slot: jax.Array) -> jax.Array:

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.decode.config import RowSettings
-from wedlm_jax.decode.sampling import LARGE_VOCABULARY, sample
+from wedlm_jax.decode.sampling import in_pieces, sample
 from wedlm_jax.decode.state import DecodeState, StepRecord
 from wedlm_jax.diffusion.reordering import reorder
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.patterns import CachedWindow, of_read
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model.window_table import WindowTable
-from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.ops.categorical import log_prob
 
 SMALLEST_WIDTH = 8  # a forward over fewer slots costs about the same, so nothing is compiled for them
@@ -193,7 +192,7 @@ def read_slots(
 ) -> Reading:
     """What logits float32 [B, R, V] of these slots [B, R] say: `Reading` with R in the place of C.
 
-    On a CPU row by row where the vocabulary is large: of all rows at once two arrays as large as the logits are held beside them.
+    Row by row where that is done `in_pieces`: of all rows at once two arrays as large as the logits are held beside them.
     """
 
     def read(logits: jax.Array, positions: jax.Array, settings: RowSettings) -> Reading:
@@ -206,5 +205,4 @@ def read_slots(
 
     filled = jnp.take_along_axis(state.filled, slots, axis=1)
     given = logits, state.length[:, None] + slots + filled, settings
-    row_by_row = target_platform() == "cpu" and min(slots.shape) > 1 and logits.shape[-1] >= LARGE_VOCABULARY
-    return jax.lax.map(read_row, given) if row_by_row else read(*given)
+    return jax.lax.map(read_row, given) if min(slots.shape) > 1 and in_pieces(logits) else read(*given)

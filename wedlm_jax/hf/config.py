@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import DType, ModelConfig
@@ -182,7 +182,7 @@ def to_hf(
 
 def require_fit(config: ModelConfig, arch: Arch) -> None:
     """Raises `UserError` where tools that read `arch` would run a forward pass other than ours."""
-    if arch not in get_args(Arch):
+    if arch not in ARCHITECTURES:
         raise UserError(f"arch={arch!r} is unknown; choose one of {', '.join(ARCHITECTURES)}")
     if config.position_embedding_type != "rope":
         raise UserError(
