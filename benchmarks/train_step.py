@@ -4,6 +4,7 @@
     python -m benchmarks.train_step --lengths 4096
     python -m benchmarks.train_step --shape tiny --layers 1 --lengths 4096 8192 16384 32768 --no-parts --rounds 3
     python -m benchmarks.train_step --no-parts --adapter 12   # beside the step of an adapter of mask rows
+    python -m benchmarks.train_step --no-parts --adapter 12 --prompt-share 0.75   # of rows that are prompts for the most part
     python -m benchmarks.train_step --official ~/WeDLM --official-python ~/torch/bin/python   # beside the official trainer
     python -m benchmarks.train_step --shape qwen3_0p6b --lengths 4096 --no-parts              # a GPU
 
@@ -52,6 +53,8 @@ class Flags:
     rows: int = 1
     documents: int = 1
     """Of equal length, in each row."""
+    prompt_share: float = 0.0
+    """How much of each document, from its start, carries no loss."""
     block_size: int = 32
     layers: int | None = None
     """Other than those of the shape."""
@@ -172,7 +175,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         )
         for name, m in measured.items()
     ]
-    useful = float(row_metrics(batch, settings, streams=2, loss_rows=loss_rows)["useful_flops"])
+    useful = float(row_metrics(batch, settings, runs=jnp.int32(2), loss_rows=loss_rows)["useful_flops"])
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     line = (
         f"L = {length:,}: {parameters / 1e6:,.1f}M parameters, {int(loss_rows):,} rows with a loss; {useful / 1e9:,.1f} useful "
@@ -192,7 +195,7 @@ def random_batch(flags: Flags, length: int) -> PackedBatch:
     assert length % flags.documents == 0 and size % flags.block_size == 0, "documents must be whole blocks"
     tokens = np.random.default_rng(0).integers(2, model_of(flags).vocab_size, shape, dtype=np.int32)
     return PackedBatch(
-        tokens=tokens, loss_mask=np.ones(shape, bool), positions=index % size, segment_ids=segments,
+        tokens=tokens, loss_mask=index % size >= flags.prompt_share * size, positions=index % size, segment_ids=segments,
         document_ids=segments + flags.documents * np.arange(flags.rows, dtype=np.int32)[:, None],
     )  # fmt: skip
 

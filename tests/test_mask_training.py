@@ -16,7 +16,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients
 from wedlm_jax.metrics.curves import PANELS
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
-from wedlm_jax.model.mask_rows import capacities
+from wedlm_jax.model.mask_rows import Prediction, capacities, least_holding
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.program_costs import matmul_flops
@@ -166,6 +166,22 @@ def test_any_number_of_masks_is_exact(learned):
         assert value == 0 and not losses.any() and not any(x.any() for x in gradients.values())
     else:
         assert_same(streams, weights)
+
+
+def test_observed_rows_of_blocks_without_a_mask_take_no_place():
+    """As those of a prompt, which carries no loss: no mask reads them."""
+    batch = packed_batch()
+    streams, _ = batch_of(ADAPTED, dataclasses.replace(batch, loss_mask=batch.loss_mask & (batch.tokens % 5 == 0)))
+    tokens, positions, masked = (x[:, 24:] for x in (streams.tokens, streams.positions, streams.masked))
+    holds = np.array(masked).reshape(8, -1, J).any(axis=2).repeat(J, axis=1)
+    assert 0.1 < holds.mean() < 0.9
+    observed = Prediction(tokens, positions, streams.segment_ids, masked, J).observed
+    np.testing.assert_array_equal(observed, holds & ~masked & (streams.segment_ids > 0))
+
+
+def test_places_are_the_least_quarters_that_hold_the_rows_of_each_kind():
+    rows = lambda *counts: jnp.arange(8) < jnp.array(counts)[:, None]  # noqa: E731
+    assert [capacities(8)[i] for i in least_holding(rows(0, 2), rows(3, 1), rows(8, 0), rows(6, 5))] == [2, 4, 8, 6]
 
 
 def test_the_step_leaves_the_base_alone_and_learns():

@@ -320,6 +320,7 @@ def test_useful_flops_of_an_adapter_of_all_rows_make_no_gradients_of_its_base():
 
 
 def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
+    """And of blocks without masks those of the memory stream alone: their copy is read by none, and does not run."""
     adapter = AdapterConfig(rank=2)
     model, objective = dataclasses.replace(MODEL, adapter=adapter), SETTINGS.objective
     settings = dataclasses.replace(
@@ -328,13 +329,15 @@ def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
     batch = packed_batch()
     streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, settings)
     real, masks = batch.segment_ids > 0, np.asarray(streams.masked)
-    both = np.concatenate([real, real], axis=1)
+    beside = masks[:, 24:].reshape(8, -1, 4).any(axis=2).repeat(4, axis=1)
+    assert 0.1 < (real & beside).sum() / real.sum() < 0.9
+    both = np.concatenate([real, real & beside], axis=1)
     seen = np.asarray(visibility(jnp.asarray(batch.segment_ids), block_size=4)) & both[:, :, None] & both[:, None, :]
     state = from_seed(model, settings.optimizer, one_device_mesh(), seed=0)
     base = sum(x.size for name, x in state.frozen.items() if name != "embed.embedding")
     own = sum(x.size for name, x in state.params.items() if name != "mask_embedding")
     heads = MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
-    expected = 2 * base * (2 * real.sum() + masks.sum()) + 6 * own * masks.sum() + 6 * 320 * 16 * masks.sum()
+    expected = 2 * base * (both.sum() + masks.sum()) + 6 * own * masks.sum() + 6 * 320 * 16 * masks.sum()
     by_masks = seen & masks[:, :, None]  # backward: scores and queries of each pair, keys and values of masks alone
     expected += 4 * heads * (seen.sum() + by_masks.sum() + (by_masks & masks[:, None, :]).sum())
     np.testing.assert_allclose(useful_flops(wedlm_step, settings, state, batch), expected, rtol=1e-6)

@@ -34,7 +34,8 @@ def mask_gradients(
     """Gradients of the weighted sum of the masks' losses, that sum, and the losses of the prediction stream [B, L] (0 where
     no mask is).
 
-    The mask rows are brought to the front of as few places as hold them: all of `capacities` are compiled, the device chooses.
+    The mask rows are brought to the front of as few places as hold them, and so are the observed rows that they see: all of
+    `capacities` are compiled, the device chooses.
     """
     L = streams.segment_ids.shape[1]
     parts = {
@@ -43,8 +44,9 @@ def mask_gradients(
     prediction = Prediction(
         parts["tokens"][1], parts["positions"][1], streams.segment_ids, parts["masked"][1], block_size
     )
+    of_observed, of_masks = least_holding(prediction.observed, prediction.masked)
     of_base = run_frozen(
-        transformer_from(model, frozen | trained), parts["tokens"][0], parts["positions"][0], prediction
+        transformer_from(model, frozen | trained), parts["tokens"][0], parts["positions"][0], prediction, of_observed
     )
     of_base = jax.lax.stop_gradient(of_base)
 
@@ -68,7 +70,7 @@ def mask_gradients(
         rows = jnp.arange(losses.shape[0])[:, None]
         return gradients, value, jnp.zeros(weights.mlm.shape, jnp.float32).at[rows, masks.rows].set(losses)
 
-    return jax.lax.switch(least_holding(prediction.masked), [functools.partial(run, c) for c in capacities(L)])
+    return jax.lax.switch(of_masks, [functools.partial(run, c) for c in capacities(L)])
 
 
 def taught(streams: DualStreamBatch) -> DualStreamBatch:

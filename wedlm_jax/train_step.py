@@ -20,6 +20,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients, pairs_of_masks, taught
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.flops import mask_training_flops, training_flops
+from wedlm_jax.model.mask_rows import beside_a_mask
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
@@ -93,8 +94,14 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     if distils:  # another quantity than the cross-entropy of the data, and so under another name
         metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    pairs = pairs_of_masks(streams, settings.objective.block_size) if settings.only_mask_rows else None
-    rows = row_metrics(batch, settings, streams=2, loss_rows=loss_rows, of_masks=pairs)
+    if not settings.only_mask_rows:
+        rows = row_metrics(batch, settings, runs=jnp.int32(2), loss_rows=loss_rows)
+    else:
+        block_size = settings.objective.block_size
+        runs = 1 + beside_a_mask(jnp.split(streams.masked, 2, axis=1)[1], block_size)
+        rows = row_metrics(
+            batch, settings, runs=runs, loss_rows=loss_rows, of_masks=pairs_of_masks(streams, block_size)
+        )
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -162,7 +169,7 @@ def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) ->
     loss = functools.partial(ar_forward, settings=settings)
     parts = batch, targets, ar_loss_weights(labelled)
     gradients, metrics = accumulate(loss, state, parts, settings.micro_batches)
-    rows = row_metrics(batch, settings, streams=1, loss_rows=jnp.sum(labelled))
+    rows = row_metrics(batch, settings, runs=jnp.int32(1), loss_rows=jnp.sum(labelled))
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -275,25 +282,22 @@ def row_metrics(
     batch: PackedBatch,
     settings: StepSettings,
     *,
-    streams: int,
+    runs: jax.Array,
     loss_rows: jax.Array,
     of_masks: tuple[jax.Array, jax.Array] | None = None,
 ) -> Metrics:
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
-      streams: how often each token runs through the layers. Each stream is one causal attention over its documents.
+      runs: how often each token runs through the layers, int [] or [B, L]; each time it sees what is before it in its document.
       loss_rows: rows whose logits a loss reads.
       of_masks: as `pairs_of_masks`, where an adapter of mask rows is trained, which makes gradients of these alone.
     """
     real = batch.segment_ids > 0
     tokens = jnp.sum(real)
-    pairs = jnp.sum(jnp.where(real, batch.positions + 1.0, 0.0))
-    counts: dict[str, Any] = dict(
-        rows=streams * tokens.astype(jnp.float32),
-        loss_rows=loss_rows.astype(jnp.float32),
-        attention_pairs=streams * pairs,
-    )
+    rows = jnp.where(real, runs.astype(jnp.float32), 0.0)
+    rows, pairs = jnp.sum(jnp.stack([rows, rows * (batch.positions + 1)]), axis=(1, 2))
+    counts: dict[str, Any] = dict(rows=rows, loss_rows=loss_rows.astype(jnp.float32), attention_pairs=pairs)
     if of_masks is not None:
         distils = settings.objective.targets == "distill"
         flops = mask_training_flops(settings.model, **counts, of_masks=of_masks, distils=distils)

@@ -1,9 +1,10 @@
 """The dual stream of a frozen base under an adapter of mask rows, in two passes.
 
 Memory stream and observed rows are the base's own: they run forward once, outside what is differentiated, and leave nothing
-behind but the keys and values that masks read. The mask rows, brought to the front, run behind them through the adapted
-layers. A mask sees the memory of its document before its block, the observed rows of its block, and the masks of its block
-up to itself: three ranges of keys, merged by log-sum-exp. Together the passes are `Transformer.hidden` with `DualStream`.
+behind but the keys and values that masks read. Observed rows of a block without a mask are read by none, and do not run. The
+mask rows, brought to the front, run behind them through the adapted layers. A mask sees the memory of its document before its
+block, the observed rows of its block, and the masks of its block up to itself: three ranges of keys, merged by log-sum-exp.
+Together the passes are `Transformer.hidden` with `DualStream`.
 
 The memory stream, half of all rows, attends by what `ModelConfig.attention` says. The observed rows and the mask rows attend by
 XLA on every platform: which rows they are is drawn in the step, so their ranges of keys are data. Splash makes the schedule of
@@ -14,7 +15,8 @@ again, beside idle queries for the memory. The flash kernels take ranges, but ha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -43,7 +45,8 @@ class Prediction:
 
     @property
     def observed(self) -> jax.Array:
-        return ~self.masked & (self.segment_ids > 0)
+        """bool [B, L]: the observed rows that some mask sees."""
+        return ~self.masked & (self.segment_ids > 0) & beside_a_mask(self.masked, self.block_size)
 
 
 class Chosen(NamedTuple):
@@ -73,6 +76,8 @@ class Chosen(NamedTuple):
         return start, jnp.where(self.used, end, start)
 
 
+Rope = tuple[jax.Array, jax.Array]  # cosines and sines
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Ranges = tuple[jax.Array, jax.Array]  # the first key, and the one after the last, of each query
 KeysValues = tuple[jax.Array, jax.Array]  # [B, S, K, H] each, or of all layers [layers, B, S, K, H]
 
@@ -86,14 +91,22 @@ class Frozen(NamedTuple):
 
 
 def capacities(length: int) -> tuple[int, ...]:
-    """Numbers of rows that programs are compiled for: L / 2, 3 L / 4 and L, which holds any number."""
-    return tuple(sorted({-(-length // 2), -(-3 * length // 4), length}))
+    """Numbers of rows that programs are compiled for: the quarters of L, the last of which holds any number."""
+    return tuple(sorted({-(-quarters * length // 4) for quarters in (1, 2, 3, 4)}))
 
 
-def least_holding(chosen_BL: jax.Array) -> jax.Array:
-    """The number of the least of `capacities` that holds the chosen rows of every row of the batch."""
-    most = jnp.max(jnp.sum(chosen_BL, axis=1))
-    return sum(((most > c).astype(jnp.int32) for c in capacities(chosen_BL.shape[1])[:-1]), start=jnp.int32(0))
+def least_holding(*chosen_BL: jax.Array) -> list[jax.Array]:
+    """Of each, the number of the least of `capacities` that holds the chosen rows of every row of the batch."""
+    # One maximum for all: over a mesh it is one reduction.
+    most = jnp.max(jnp.stack([jnp.sum(chosen, axis=1) for chosen in chosen_BL]), axis=1)
+    least = sum(((most > c).astype(jnp.int32) for c in capacities(chosen_BL[0].shape[1])[:-1]), start=most * 0)
+    return list(least)
+
+
+def beside_a_mask(masked_BL: jax.Array, block_size: int) -> jax.Array:
+    """bool [B, L]: the rows of blocks that hold a mask."""
+    holds = jnp.any(masked_BL.reshape(len(masked_BL), -1, block_size), axis=2)
+    return jnp.repeat(holds, block_size, axis=1)
 
 
 def before(chosen_BL: jax.Array) -> jax.Array:
@@ -102,35 +115,48 @@ def before(chosen_BL: jax.Array) -> jax.Array:
 
 
 def run_frozen(
-    transformer: Transformer, memory_tokens: jax.Array, memory_positions: jax.Array, prediction: Prediction
+    transformer: Transformer,
+    memory_tokens: jax.Array,
+    memory_positions: jax.Array,
+    prediction: Prediction,
+    number: jax.Array,
 ) -> Frozen:
-    """The memory stream [B, L] and the observed rows of the prediction stream, through the base alone."""
-    config = transformer.config
+    """The memory stream [B, L] and the observed rows of the prediction stream, through the base alone; `number` says which of
+    `capacities` holds the observed rows."""
+    config, L = transformer.config, memory_tokens.shape[1]
     pattern = Causal(prediction.segment_ids)
-    chosen = Chosen.of(prediction.observed, prediction.block_size, memory_tokens.shape[1])
-    to_memory = memory_ranges(prediction, chosen)
-    memory_rope, rope = (
-        rope_angles(positions, config.head_dim, config.rope_theta)
-        for positions in (memory_positions, chosen.take(prediction.positions))
-    )
 
-    def run_layer(carry: tuple[jax.Array, jax.Array], state: nnx.State) -> tuple:
-        x_memory, x = carry
-        layer = nnx.merge(graph, state)
-        q, k_memory, v_memory = layer.attention.queries_keys_values(layer.input_norm(x_memory), memory_rope)
-        out = pattern(q, k_memory, v_memory, config.attention)
-        x_memory = layer.after_attention(x_memory, layer.attention.o_proj(out))
+    def run_layer(x: jax.Array, state: nnx.State, *, rope: Rope, attend: Attend) -> tuple[jax.Array, KeysValues]:
+        layer: Layer = nnx.merge(graph, state)
         q, k, v = layer.attention.queries_keys_values(layer.input_norm(x), rope)
-        out = attend_parts(q, [(k_memory, v_memory), (k, v)], [to_memory, chosen.own()])
-        x = layer.after_attention(x, layer.attention.o_proj(out))
-        return (x_memory, x), ((k_memory, v_memory), (k, v))
+        return layer.after_attention(x, layer.attention.o_proj(attend(q, k, v))), (k, v)
+
+    def run_memory() -> tuple[jax.Array, KeysValues]:
+        rope = rope_angles(memory_positions, config.head_dim, config.rope_theta)
+        attend = functools.partial(pattern, implementation=config.attention)
+        run = functools.partial(run_layer, rope=rope, attend=attend)
+        return jax.lax.scan(run, transformer.embed(memory_tokens), stacked, unroll=not config.scan_layers)
+
+    def run_observed(capacity: int) -> KeysValues:
+        chosen = Chosen.of(prediction.observed, prediction.block_size, capacity)
+        rope = rope_angles(chosen.take(prediction.positions), config.head_dim, config.rope_theta)
+        ranges = [memory_ranges(prediction, chosen), chosen.own()]
+
+        def run(x: jax.Array, read: tuple[nnx.State, KeysValues]) -> tuple[jax.Array, KeysValues]:
+            state, memory = read
+            attend = lambda q, k, v: attend_parts(q, [memory, (k, v)], ranges)  # noqa: E731
+            return run_layer(x, state, rope=rope, attend=attend)
+
+        x = transformer.embed(chosen.take(prediction.tokens))
+        _, (k, v) = jax.lax.scan(run, x, (stacked, memory), unroll=not config.scan_layers)
+        left = [(0, 0), (0, 0), (0, L - capacity), (0, 0), (0, 0)]
+        return jnp.pad(k, left), jnp.pad(v, left)
 
     with jax.default_matmul_precision(config.precision):
         graph, stacked = transformer.split_stack()
-        start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
-        of_layers: tuple[KeysValues, KeysValues]
-        (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked, unroll=not config.scan_layers)
-        return Frozen(of_layers[0], of_layers[1], transformer.final_norm(x_memory))
+        x, memory = run_memory()
+        observed = jax.lax.switch(number, [functools.partial(run_observed, c) for c in capacities(L)])
+        return Frozen(memory, observed, transformer.final_norm(x))
 
 
 def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, masks: Chosen) -> jax.Array:
