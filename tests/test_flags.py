@@ -9,15 +9,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_type_hints
 
 import jax
 import pytest
 import tyro
 
 import wedlm_jax
+from wedlm_jax.chat.__main__ import Chat
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import TextFlag, parse
+from wedlm_jax.generate.__main__ import Generate
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 
 
@@ -112,6 +114,25 @@ def test_a_boolean_of_a_nested_config_takes_no_value_from_behind_it(flag, banned
     expected = Nested(("a=1",), "counting", Inner(banned, 2))
     assert parse(Nested, prog="command", args=[flag, "--task", "counting", "a=1", "--size", "2"]) == expected
     assert parse(Nested, prog="command", args=["--size", "2", "--task", "counting", flag, "a=1"]) == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    said: TextFlag = None
+
+
+@pytest.mark.parametrize("args", [["--said", "None"], ["--said=None"]])
+def test_the_text_none_is_a_text(args):
+    assert parse(Text, prog="command", args=args).said == "None"
+    assert parse(Text, prog="command", args=[]).said is None
+
+
+def test_what_a_user_writes_is_a_text():
+    """No prompt, message or system message is lost because it reads None."""
+    texts = {Generate: ("prompt", "message"), Chat: ("system",)}
+    for command, names in texts.items():
+        kinds = get_type_hints(command, include_extras=True)
+        assert all(kinds[name] == TextFlag for name in names)
 
 
 def test_a_flag_without_its_value_takes_none_from_before_it():

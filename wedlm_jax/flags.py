@@ -46,6 +46,9 @@ ChatTemplateFlag = Annotated[
     ),
 ]
 
+# A field of text that need not be given. By itself tyro would take the text None for no text.
+TextFlag = Annotated[str | None, tyro.conf.arg(constructor=str, metavar="TEXT", help_behavior_hint="(default: None)")]
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _FRAME = re.compile(r"[╭╮╰╯│─]+|-{3,}")
 _EXAMPLE = re.compile(r"^ *(?=python -m )", re.MULTILINE)

@@ -29,7 +29,7 @@ from wedlm_jax.decode.generation import bucket
 from wedlm_jax.decode.measured_windows import windows_in_use
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import parse
+from wedlm_jax.flags import TextFlag, parse
 from wedlm_jax.model_flags import ChatModelFlags
 
 # Two tokens of a prompt, of which one is prefilled, and one of an answer: with them all is compiled.
@@ -38,7 +38,7 @@ SMALLEST_CONTEXT = 3
 
 @dataclasses.dataclass(frozen=True)
 class Chat(ChatModelFlags):
-    system: str | None = None
+    system: TextFlag = None
     """What the system says first."""
     plain: bool = False
     """No chat template: the model continues what you write, for base models."""

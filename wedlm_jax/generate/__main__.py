@@ -32,7 +32,7 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
 from wedlm_jax.engine.prefix import shared_length
 from wedlm_jax.errors import UserError, entry
-from wedlm_jax.flags import parse, require_positive
+from wedlm_jax.flags import TextFlag, parse, require_positive
 from wedlm_jax.generate.unfinished import jsonl
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.window_table import exceeds_processor_cache
@@ -43,9 +43,9 @@ MANY_BATCHES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Generate(ChatModelFlags):
-    prompt: str | None = None
+    prompt: TextFlag = None
     """Text to complete, as it is."""
-    message: str | None = None
+    message: TextFlag = None
     """A message to answer: what a user says, put through the model's chat template."""
     input: Annotated[
         Path | None,
