@@ -105,8 +105,11 @@ def test_a_directory_that_is_neither_kind_says_so(tmp_path):
         load(tmp_path)
 
 
-def test_an_adapter_is_no_model(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+@pytest.mark.parametrize("beside", [(), ("config.json",), ("config.json", "adapter_model.safetensors")])
+def test_an_adapter_is_no_model(tmp_path, beside):
+    """Also where the trainer wrote the config.json of its base beside it."""
+    for name in ("adapter_config.json", *beside):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=f"an adapter and no model; .* --model BASE --adapter {tmp_path}"):
         load(tmp_path)
 

@@ -19,7 +19,7 @@ from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
-from wedlm_jax.hf.adapter import is_adapter, with_adapter, write_adapter
+from wedlm_jax.hf.adapter import is_adapter, is_adapter_alone, with_adapter, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
@@ -176,7 +176,7 @@ def locate(path: str | Path) -> Path:
         )
     _require_steps(named, directory)
     directory = local_directory(path)
-    if is_adapter(directory) and not (directory / "config.json").is_file():
+    if is_adapter_alone(directory):
         raise UserError(
             f"{path}: an adapter and no model; load its base and name it beside that: --model BASE --adapter {path}"
         )

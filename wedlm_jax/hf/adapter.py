@@ -67,6 +67,12 @@ def is_adapter(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (FILE, WEIGHTS, peft.FILE))
 
 
+def is_adapter_alone(directory: Path) -> bool:
+    """Whether it holds an adapter and no whole model: trainers write the config.json of the base beside one of PEFT."""
+    weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*")]
+    return is_adapter(directory) and all(file.name == WEIGHTS for file in weights)
+
+
 def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     """Writes the directory, whole or not at all; an earlier adapter of ours is replaced, anything else is left alone.
 
