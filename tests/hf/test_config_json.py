@@ -91,6 +91,11 @@ def test_llama_has_neither_bias_nor_norm_and_another_default_context():
         from_hf(raw | {"attention_bias": True}, FILE)
 
 
+def test_llama_without_a_number_of_kv_heads_has_as_many_as_heads():
+    """As files from before there were grouped queries have it."""
+    assert from_hf(without("num_key_value_heads") | {"model_type": "llama"}, FILE).num_kv_heads == 4
+
+
 def test_qwen3_without_head_dim_means_128():
     assert from_hf(without("head_dim"), FILE).head_dim == 128
 

@@ -97,7 +97,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
         "intermediate_size",
         "num_hidden_layers",
         "num_attention_heads",
-        "num_key_value_heads",
+        *(("num_key_value_heads",) if arch != "llama" else ()),  # Llama files of before grouped queries have none
     )
     missing = [name for name in required if name not in raw]
     if missing:
@@ -115,7 +115,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
         intermediate_size=_whole(raw, "intermediate_size", file),
         num_layers=_whole(raw, "num_hidden_layers", file),
         num_heads=heads,
-        num_kv_heads=heads if raw["num_key_value_heads"] is None else _whole(raw, "num_key_value_heads", file),
+        num_kv_heads=heads if raw.get("num_key_value_heads") is None else _whole(raw, "num_key_value_heads", file),
         head_dim=_head_dim(raw, file, hidden, heads),
         rope_theta=_rope_theta(raw, file),
         rms_norm_eps=_real(raw, "rms_norm_eps", DEFAULT_RMS_NORM_EPS, file),
