@@ -128,4 +128,4 @@ def test_verify_fails_where_the_export_differs(tmp_path):
     tensors["model.layers.1.self_attn.k_norm.weight"][0] *= 1.05
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="out: logits of torch and wedlm_jax differ by at most .* \\(allowed"):
-        verify(QWEN3, tmp_path / "out")
+        verify(load(QWEN3, "float32"), tmp_path / "out")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -202,6 +203,19 @@ def test_the_step_that_is_named_is_what_convert_writes(with_best, tmp_path):
     convert(Convert(f"{directory}@best", tmp_path / "out", "qwen3"))
     written = params_of(load(tmp_path / "out").transformer)
     np.testing.assert_array_equal(written["embed.embedding"], params[3]["embed.embedding"])
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+def test_convert_verifies_what_it_wrote_though_the_run_has_saved_another_step_since(workdir, tmp_path, monkeypatch):
+    directory, config, _ = workdir
+
+    def save_and_train_on(*arguments):
+        save(*arguments)
+        with Checkpoints(directory, keep=1) as checkpoints:
+            checkpoints.save(new_state(init_params(config, 3), OptimizerConfig()), 3, {}, {})
+
+    monkeypatch.setattr(pretrained, "save", save_and_train_on)
+    convert(Convert(str(directory), tmp_path / "out", "qwen3", verify=True))
 
 
 def test_a_step_that_is_not_there_is_named(workdir, monkeypatch):

@@ -63,21 +63,20 @@ def convert(args: Convert) -> None:
     pretrained.save(model, args.target, args.arch)
     print(f"wrote {args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
     if args.verify:
-        verify(source, args.target, args.adapter)
+        # The model that was written: by now a run that goes on may have saved another.
+        verify(model, args.target, *([] if of_workdir or args.adapter is not None else [directory]))
 
 
-def verify(source: str | Path, target: Path, adapter: str | None = None) -> None:
-    """Raises `UserError` where torch on `target`, or on an HF `source` without an adapter, gives other logits than we for
-    `source`, merged with `adapter`."""
+def verify(model: Model, *directories: Path) -> None:
+    """Raises `UserError` where torch gives other logits on one of the directories than we for the model, whose adapter is merged
+    there."""
     _require_torch()
-    directory = pretrained.locate(source)
-    model = _in_float32(plain(pretrained.load(source, pretrained.exact_dtype(directory), adapter=adapter)))
-    tokens, positions = _probe(model.config.vocab_size)
-    ours = np.asarray(model.transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
-    del model
-    sides = [target] if pretrained.is_workdir(directory) or adapter is not None else [target, directory]
+    exact = _in_float32(plain(model))
+    tokens, positions = _probe(exact.config.vocab_size)
+    ours = np.asarray(exact.transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
+    del exact
     tolerance = TOLERANCE * max(1.0, float(np.abs(ours).max()))
-    for side in sides:
+    for side in directories:
         difference = float(np.abs(_torch_logits(side, tokens, positions) - ours).max())
         line = f"{side}: logits of torch and wedlm_jax differ by at most {difference:.2e} (allowed {tolerance:.2e})"
         if not difference <= tolerance:
