@@ -271,7 +271,7 @@ def test_a_hub_id_is_fetched_only_where_no_local_path_can_be_meant(monkeypatch, 
 
     asked = []
 
-    def fake(repo, allow_patterns):
+    def fake(repo, allow_patterns, **options):
         asked.append((repo, "*.safetensors" in allow_patterns))
         assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in allow_patterns)
         assert "decoding.json" in allow_patterns  # what `calibrate` found
@@ -313,7 +313,7 @@ def test_a_hub_failure_is_one_line(monkeypatch):
 def test_no_weights_of_a_hub_model_are_fetched_before_its_config_is_accepted(monkeypatch, tmp_path, config, message):
     import huggingface_hub
 
-    def fake(repo, allow_patterns):
+    def fake(repo, allow_patterns, **options):
         assert "*.safetensors" not in allow_patterns
         return str(tmp_path)
 
@@ -325,10 +325,28 @@ def test_no_weights_of_a_hub_model_are_fetched_before_its_config_is_accepted(mon
     one_line(error)
 
 
+def test_weights_in_folders_of_a_hub_model_are_not_fetched(monkeypatch, tmp_path):
+    """Checkpoints that a trainer left there, or the same weights in another format."""
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    held = ["model.safetensors", "checkpoint-500/model.safetensors", "additional_chat_templates/rag.jinja", "README.md"]
+    fetched = []
+
+    def fake(repo, **patterns):
+        fetched.append(list(filter_repo_objects(held, **patterns)))
+        return str(ORACLE / "qwen3_plain" / "model")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    monkeypatch.chdir(tmp_path)
+    load_hf("owner/name")
+    assert fetched[-1] == ["model.safetensors", "additional_chat_templates/rag.jinja"]
+
+
 def test_a_hub_model_without_safetensors_is_told(monkeypatch, tmp_path):
     import huggingface_hub
 
     shutil.copy(ORACLE / "qwen3_plain" / "model" / "config.json", tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, allow_patterns: str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **patterns: str(tmp_path))
     with pytest.raises(UserError, match=r"owner/name: no safetensors \(GGUF, pickled or, offline, never fetched\)"):
         load_hf("owner/name")

@@ -57,7 +57,8 @@ def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(patterns)))
+        # A pattern without a slash matches in folders too, as of checkpoints that a trainer left there: gigabytes each.
+        return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=[f"*/{WEIGHTS}"]))
     except Exception as error:  # the hub's own errors, and those of three network layers below it
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{hub_id}: no such directory, and not fetched from the Hugging Face hub ({reason})") from None
