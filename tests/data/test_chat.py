@@ -47,6 +47,12 @@ LATER_MATTERS = """{{ messages | length }}
 {%- for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"""
 NO_PROMPT = "{% for m in messages if m.role == 'assistant' %}{{ m.content }}<|im_end|>{% endfor %}"
 NO_END = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
+# As Llama 3.1 and Phi-3 have it: another token ends a call, or every turn but what comes last.
+CALLS_END_OTHERWISE = QWEN25_STYLE.replace(
+    "{{- '<|im_end|>\\n' }}", "{{- '<|endoftext|>' if m.tool_calls else '<|im_end|>' }}"
+)
+ENDS_ONCE = """{%- for m in messages %}{{ m.role + '\\n' + m.content + '<|endoftext|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant\\n' }}{% else %}{{ '<|im_end|>' }}{% endif %}"""
 NO_CALLS = "\n".join(line for line in QWEN25_STYLE.splitlines() if "tool_call>" not in line)
 STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}" + QWEN25_STYLE
 
@@ -193,6 +199,16 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
             NO_CALLS,
             [{"role": "user", "content": "the"}, tool_call("look", ""), *messages("tool:one", "bird", "red", "mat")],
             "message 1: the chat template leaves out the calls of this turn; use a template that writes them",
+        ),
+        (
+            CALLS_END_OTHERWISE,
+            [*messages("the"), tool_call("look"), *messages("tool:one", "bird")],
+            "message 1: the chat template does not end this turn with '<|im_end|>', which comes only after a later message",
+        ),
+        (
+            ENDS_ONCE,
+            [*TWO_TURNS[:3], TWO_TURNS[3] | {"weight": 0}],
+            "message 1: the chat template does not end this turn with '<|im_end|>', which comes only after a later message",
         ),
         (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
         (

@@ -14,6 +14,8 @@ from wedlm_jax.data.records import BadRecord, UnfitTokenizer
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError, reason
 
+_SOMETHING_ELSE = "\N{INVISIBLE SEPARATOR}"
+
 Message = dict[str, Any]  # role, content, and what the template reads besides (tool_calls, reasoning_content, ...)
 
 
@@ -94,6 +96,12 @@ def from_messages(
             raise BadRecord(
                 f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
                 "be learned without; take it out of the record, or data.loss_on_turns=last"
+            )
+        if _reaches_further(whole[:stop], len(prompt), tokenizer, messages, number, beside):
+            raise BadRecord(
+                f"message {number}: the chat template does not end this turn with {tokenizer.eos_token!r}, which comes only "
+                "after a later message, so that would be learned too; name the token that ends every turn as data.end_token, "
+                "or give this one weight 0"
             )
         for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
             ids = encode_with_control_tokens(tokenizer, text)
@@ -225,6 +233,31 @@ def _holds(reply: str, message: Message) -> bool:
     """Whether all that the message says is in the reply; templates may add to it and move white space."""
     squeezed = "".join(reply.split())
     return all("".join(text.split()) in squeezed for text in (*_texts(message), *_called(message)))
+
+
+def _reaches_further(
+    written: str,
+    start: int,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    number: int,
+    beside: Variables,
+) -> bool:
+    """Whether what is `written` of turn `number`, from `start` on, has something of the message after it: it then comes out
+    otherwise where that message says something else."""
+    if number + 1 == len(messages) or written[start:].strip() == messages[number]["content"].strip():
+        return False
+    following = messages[number + 1]
+    # In its midst: templates read how a text begins and ends.
+    half, said = len(following["content"]) // 2, following["content"]
+    other = {**following, "content": f"{said[:half]}{_SOMETHING_ELSE}{said[half:]}"}
+    try:
+        whole = _render(
+            tokenizer, [*messages[: number + 1], other, *messages[number + 2 :]], beside, generation_prompt=False
+        )
+    except BadRecord:  # the template reads that message as something else than text
+        return False
+    return not whole.startswith(written)
 
 
 def _strings(value: Any) -> Iterator[str]:
