@@ -210,6 +210,14 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
             [*TWO_TURNS[:3], TWO_TURNS[3] | {"weight": 0}],
             "message 1: the chat template does not end this turn with '<|im_end|>', which comes only after a later message",
         ),
+        *(
+            (
+                QWEN25_STYLE,
+                [*messages("the"), {"role": "assistant", "content": "cat", name: "by a lake"}],
+                "message 1: the chat template leaves out some of this turn, such as its thinking",
+            )
+            for name in ("reasoning", "thinking")
+        ),
         (LATER_MATTERS, TWO_TURNS, "message 1: the chat template's prompt for this turn is no prefix"),
         (
             QWEN3_STYLE,

@@ -14,6 +14,7 @@ from wedlm_jax.data.records import BadRecord, UnfitTokenizer
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.errors import UserError, reason
 
+_THINKING = ("reasoning_content", "thinking", "reasoning")  # its names, of which transformers gives templates the first
 _SOMETHING_ELSE = "\N{INVISIBLE SEPARATOR}"
 
 Message = dict[str, Any]  # role, content, and what the template reads besides (tool_calls, reasoning_content, ...)
@@ -273,7 +274,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _texts(message: Message) -> list[str]:
-    return [text for text in (message["content"], message.get("reasoning_content")) if isinstance(text, str)]
+    return [text for text in map(message.get, ("content", *_THINKING)) if isinstance(text, str)]
 
 
 def _called(message: Message) -> list[str]:
