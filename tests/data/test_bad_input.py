@@ -99,6 +99,14 @@ BAD_LINES = {
         conversation(USER, {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "x"}}]}),
         "message 1: the arguments of a call are text that is no JSON object",
     ),
+    "calls as text": (
+        conversation(USER, {"role": "assistant", "content": "x", "tool_calls": '[{"name": "look"}]'}),
+        """message 1: tool_calls is '[{"name": "look"}]', and not a list of calls, each an object""",
+    ),
+    "a call as text": (
+        conversation(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}),
+        "message 1: tool_calls is ['look'], and not a list of calls",
+    ),
     "a weight that is neither 0 nor 1": (
         conversation(USER, {"role": "assistant", "content": "x", "weight": 0.5}),
         "message 1: weight is 0.5; 0 for a turn not to be learned, or 1",

@@ -55,7 +55,9 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         raise BadRecord(f"message {number}: function_call is OpenAI's earlier form of a call; write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
         raise BadRecord(f"message {number}: weight is {message['weight']!r}; 0 for a turn not to be learned, or 1")
-    if isinstance(calls := message.get("tool_calls"), list):
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise BadRecord(f"message {number}: tool_calls is {shown(calls)}, and not a list of calls, each an object")
         message["tool_calls"] = [_call(call, number) for call in calls]
     return {"role": role, "content": content, **message}
 
@@ -67,10 +69,8 @@ def _text_of(part: Any, number: int) -> str:
     return part["text"]
 
 
-def _call(call: Any, number: int) -> Any:
+def _call(call: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     """With the arguments as an object: OpenAI writes them as text, which templates would quote once more."""
-    if not isinstance(call, Mapping):
-        return call
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _call(call["function"], number)}
     arguments = call.get("arguments")
