@@ -310,6 +310,12 @@ def test_columns_that_are_not_there_are_told_when_the_table_is_opened(tmp_path, 
     assert message in told(config_of(tmp_path / "a.parquet", "parquet", **fields))
 
 
+def test_a_column_that_is_there_twice_is_told(tmp_path):
+    table = pyarrow.Table.from_arrays([pyarrow.array(["x"]), pyarrow.array(["y"])], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "a.parquet: the column 'text' is there twice" in told(config_of(tmp_path / "a.parquet", "parquet"))
+
+
 def test_a_table_with_a_missing_or_wrong_value_names_its_row(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": ["x", None]}), tmp_path / "a.parquet")
     assert "a.parquet: row 1: text is missing" in told(config_of(tmp_path / "a.parquet", "parquet"))

@@ -109,12 +109,14 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     """The columns to read of a table: the same ones in every row, so a wrong name is no matter of records.
 
     Raises:
-        UserError: as `choose_columns`.
+        UserError: as `choose_columns`; or one of them is there twice.
     """
     try:
         kind, chosen = choose_columns(config, names)
     except BadRecord as error:
         raise UserError(f"{place}: {error}") from None
+    if twice := [name for name in chosen if names.count(name) > 1]:
+        raise UserError(f"{place}: the column {twice[0]!r} is there twice; take one out")
     beside = () if kind == "text" else _BESIDE_MESSAGES
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
