@@ -43,7 +43,7 @@ def test_a_text_file_that_is_no_longer_than_a_section_is_one_document(tmp_path):
         source.parse(1, source.fetch(1))
 
 
-def test_linked_folders_are_read_and_each_once(tmp_path):
+def test_linked_folders_and_files_are_read_and_each_once(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/a.txt").write_text("a")
     data = tmp_path / "data"
@@ -52,7 +52,9 @@ def test_linked_folders_are_read_and_each_once(tmp_path):
     (data / "linked").symlink_to(tmp_path / "elsewhere")
     (data / "again").symlink_to(tmp_path / "elsewhere")
     (data / "in/circle").symlink_to(data)
+    (data / "in/newest.txt").symlink_to("b.txt")
     assert [str(file.relative_to(data)) for file in find_files(str(data), (".txt",))] == ["again/a.txt", "in/b.txt"]
+    assert [file.name for file in find_files(f"{data}/in/*.txt")] == ["b.txt"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from wedlm_jax.errors import UserError, reason
@@ -17,7 +17,7 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     Args:
         path: `~` is the home directory.
         endings: of a folder only files with one of these, in letters of either case, are taken; None takes all. Hidden files
-            and folders are left out.
+            and folders are left out. A file that links lead to as well is taken once.
 
     Raises:
         UserError: there is no such file, nothing to take, or a folder cannot be read.
@@ -26,7 +26,7 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = sorted(_below(place, endings))
+        found = _each_once(_below(place, endings))
         if not found:
             kind = f"file that ends in {', '.join(endings)}" if endings else "file"
             raise UserError(f"{path}: the folder holds no {kind}")
@@ -40,14 +40,20 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
 
 
 def _fitting(pattern: str, endings: tuple[str, ...] | None) -> list[Path]:
-    """A file that comes several times, by itself and in folders or by links to its folder, is taken the first time."""
+    found: list[Path] = []
+    for place in map(Path, glob.glob(pattern, recursive=True)):
+        found += _below(place, endings) if place.is_dir() else [place] if place.is_file() else []
+    return _each_once(found)
+
+
+def _each_once(files: Iterable[Path]) -> list[Path]:
+    """Sorted. A file that comes several times, by itself and in folders or by links to it or its folder, is taken once, by the
+    first of its names."""
     real = functools.cache(os.path.realpath)
-    found: dict[tuple[str, str], Path] = {}
-    for place in sorted(map(Path, glob.glob(pattern, recursive=True))):
-        files = sorted(_below(place, endings)) if place.is_dir() else [place] if place.is_file() else []
-        for file in files:
-            found.setdefault((real(file.parent), file.name), file)
-    return sorted(found.values())
+    found: dict[str, Path] = {}
+    for file in sorted(files):
+        found.setdefault(real(file) if file.is_symlink() else os.path.join(real(file.parent), file.name), file)
+    return list(found.values())
 
 
 def _below(folder: Path, endings: tuple[str, ...] | None) -> Iterator[Path]:
