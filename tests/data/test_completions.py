@@ -69,6 +69,15 @@ def test_prompts_are_those_of_the_training_split_in_the_order_of_the_stream(tmp_
     assert [ids.tolist() for ids in leading_prompts(config, tokenizer(), 7)] == prompts["train"]
 
 
+def test_an_empty_prompt_is_a_bad_record(tmp_path):
+    records = [{"prompt": prompt, "completion": "cat"} for prompt in ("", "the")]
+    path = write_lines(tmp_path / "plain.jsonl", records)
+    fields = dict(plain_prompt=True, self_generated=SelfGenerated())
+    with pytest.raises(BadRecord, match="plain.jsonl:1: the prompt is empty"):
+        leading_prompts(config_of(path, **fields), tokenizer(), 0)
+    assert len(leading_prompts(config_of(path, on_bad_record="skip", **fields), tokenizer(), 0)) == 1
+
+
 def test_a_prompt_without_room_for_a_reply_is_a_bad_record(tmp_path, capsys):
     path = write_lines(
         tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": sentence(1, 200)}]}, chat(2)]

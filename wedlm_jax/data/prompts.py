@@ -26,6 +26,8 @@ class Prompts(Documents):
             ids = encode_text(self._tokenizer, record.prompt)
         else:
             raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
+        if not ids:
+            raise BadRecord("the prompt is empty")
         if room_for_reply(self._config, len(ids)) < 1:
             raise BadRecord(
                 f"a prompt of {len(ids)} tokens, after which a row of data.row_length={self._config.row_length} has no room "
