@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.data.tiny import BLOCK_SIZE, chat, config_of, sentence, stream, tokenizer, write_lines
+from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, stream, tokenizer, write_lines
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.data.__main__ import find_tokenizer, main
 from wedlm_jax.data.documents import Documents
@@ -72,6 +72,17 @@ def test_the_numbers_are_those_of_the_batches(path):
     assert f"{found.learned:.1%}" in printed and "[[learned]] prompt padding" in printed  # a file has no colours
     bars = [line.split() for line in printed.splitlines() if line.endswith("#") or "# " in line]
     assert sum(int(bar[1]) for bar in bars) == 20
+
+
+def test_the_rows_are_those_of_training_where_its_batches_have_groups(path):
+    config = config_of(path, on_bad_record="skip", num_groups=2)
+    documents = Documents(config, tokenizer(), 0, "train")
+    found = inspect(documents, 1000, num_groups=2, **SHAPE | {"num_rows": 1})
+    assert len(found.batches) > 3 and len(found.lengths) == 20
+    training = stream(config, batch_size=2)
+    for batch in found.batches[:-1]:
+        assert digest(batch) == digest(next(training))
+    assert sum(int((batch.segment_ids > 0).sum()) for batch in found.batches) == sum(found.lengths)
 
 
 def test_what_the_end_of_the_reading_left_empty_is_no_padding(path):

@@ -57,6 +57,7 @@ def main() -> None:
     inspection = inspect(
         Documents(experiment.data, tokenizer, experiment.train.seed, flags.split),
         flags.documents,
+        num_groups=experiment.data.num_groups,
         num_rows=max(experiment.train.batch_size // experiment.data.num_groups, 1),
         row_length=experiment.data.row_length,
         block_size=experiment.objective.block_size,

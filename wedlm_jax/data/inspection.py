@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -48,32 +48,51 @@ class Inspection:
 
 
 def inspect(
-    documents: Documents, count: int, *, num_rows: int, row_length: int, block_size: int, pad_token_id: int
+    documents: Documents,
+    count: int,
+    *,
+    num_groups: int = 1,
+    num_rows: int,
+    row_length: int,
+    block_size: int,
+    pad_token_id: int,
 ) -> Inspection:
     """Reads the stream up to `count` documents of its split, or one epoch, and packs them.
+
+    Args:
+        num_groups: parts of a batch that are packed apart, as of `PackedBatches`.
+        num_rows: of each of them.
 
     Raises:
         UserError: a bad record under `on_bad_record="error"`.
     """
-    examples: list[Example] = []
+    groups: list[list[Example]] = [[] for _ in range(num_groups)]
     skipped: list[str] = []
     found = seen = 0
-    for document in itertools.islice((documents[i] for i in itertools.count()), documents.epoch):
+    for index in range(documents.epoch):
+        document = documents[index]
         seen += 1
         found += bool(document.examples)
-        examples += document.examples
+        groups[index % num_groups] += document.examples
         skipped += [document.skipped] if document.skipped is not None else []
         if found == count:
             break
+    shape = {"num_rows": num_rows, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id}
+    packed = [_packed(examples, shape) for examples in groups]
+    full = max(min(map(len, packed)) - 1, 0)
+    batches = [PackedBatch.joined([parts[number] for parts in packed]) for number in range(full)]
+    if rest := [part for parts in packed for part in parts[full:]]:
+        batches.append(PackedBatch.joined(rest))
+    return Inspection(batches, [len(one.tokens) for examples in groups for one in examples], skipped, found, seen)
+
+
+def _packed(examples: Sequence[Example], shape: Mapping[str, int]) -> list[PackedBatch]:
     batches, done = [], 0
     while done < len(examples):
-        batch, packed = pack(
-            itertools.islice(examples, done, None),
-            num_rows=num_rows, row_length=row_length, block_size=block_size, pad_token_id=pad_token_id,
-        )  # fmt: skip
+        batch, count = pack(itertools.islice(examples, done, None), **shape)
         batches.append(batch)
-        done += packed
-    return Inspection(batches, [len(example.tokens) for example in examples], skipped, found, seen)
+        done += count
+    return batches
 
 
 def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenizerBase, samples: int) -> None:

@@ -8,7 +8,7 @@ the same blocks wherever it lies.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ class PackedBatch:
     positions: Array  # int32 [B, L]: 0, 1, ... in each document; 0 on padding
     segment_ids: Array  # int32 [B, L]: 1, 2, ... in each row; 0 on padding
     document_ids: Array  # int32 [B, L]: `Example.document_id`; 0 on padding
+
+    @classmethod
+    def joined(cls, parts: Sequence[PackedBatch]) -> PackedBatch:
+        """The rows of all parts, in their order."""
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
     def first_rows(self, count: int) -> PackedBatch:
         return PackedBatch(**{name: x[:count] for name, x in vars(self).items()})

@@ -8,7 +8,6 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig
@@ -145,10 +144,7 @@ class PackedBatches(Iterator[PackedBatch]):
             pending.take(count)
             parts.append(batch)
         places = [pending.place for pending in self._pending]
-        if len(parts) == 1:
-            return parts[0], places
-        fields = (field.name for field in dataclasses.fields(PackedBatch))
-        return PackedBatch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in fields}), places
+        return parts[0] if len(parts) == 1 else PackedBatch.joined(parts), places
 
 
 class _Pending:
