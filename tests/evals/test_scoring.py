@@ -82,7 +82,7 @@ def test_an_answer_to_score_by_holds_one_number_or_marks_it(text):
         ((r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}2)"), r"(3,\frac{\pi}{2})"),
         ((r"\dfrac{\sqrt 3}{2}", r"\frac{\sqrt{3}}{2}"), r"\frac{\sqrt{3}}{2}"),
         ((r"10\text{ cm}", r"10 \mbox{ inches}^2", r"10^\circ", r"10^{\circ}", r"10\%", r"\$10.00", "10"), "10"),
-        ((r"10,\!080", "10,080"), "10080"),
+        ((r"10,\!080", "10,080", "10{,}080"), "10080"),
         ((r"\text{Evelyn}", r"\textbf{Evelyn}", "Evelyn"), "Evelyn"),
         ((r"x^{2} + 1 \leq 5", r"x^2+1\le5"), r"x^2+1\le5"),
         ((r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",), r"\begin{pmatrix}1\\2\end{pmatrix}"),
@@ -117,6 +117,8 @@ def test_formulas_of_other_values_are_not_one(one, other):
         (r"First \boxed{2}, no: $\boxed{\frac{1}{\sqrt{3}}}$. Done, with 5 to spare.", r"\frac{1}{\sqrt{3}}"),
         (r"Final Answer: The final answer is $x=7$. I hope it is correct.", "7"),
         (r"The answer is $3$, that is \fbox{4}", "4"),
+        (r"\boxed{f(x)=\left\{ x \right.} and 3", r"f(x)=\{x"),  # braces that are signs need not close
+        (r"\boxed{x < 1 \}}", r"x<1\}"),
         (r"the answer is 5", None),
         (r"cut at \boxed{3", None),
         (r"\boxed{}", None),

@@ -106,19 +106,19 @@ def one_form(latex: str) -> str | None:
     """A formula without what changes no value: white space, `\\left` and `\\right`, dollars, units, degrees, a variable before
     `=`, braces round a single sign. A fraction of two numbers or letters is a/b, a number as `number` writes it; nothing is
     computed, so 2/4 is not 1/2. None if nothing is left."""
-    latex = latex.translate(_MINUS)
+    latex = latex.translate(_MINUS).replace("{,}", ",")
     for pattern, replacement in _ONE_FORM:
         latex = re.sub(pattern, replacement, latex)
     return number(latex) if _NUMBER.fullmatch(latex) else latex or None
 
 
 def _in_braces(text: str) -> str | None:
-    """What stands in the braces with which the text begins; None if they do not close."""
+    """What stands in the braces with which the text begins; None if they do not close. `\\{` and `\\}` are signs of the text."""
     depth = 0
-    for end, sign in enumerate(text):
-        depth += {"{": 1, "}": -1}.get(sign, 0)
+    for sign in re.finditer(r"\\.|[{}]", text, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(sign[0], 0)
         if depth == 0:
-            return text[1:end]
+            return text[1 : sign.start()]
     return None
 
 
