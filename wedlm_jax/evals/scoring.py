@@ -15,13 +15,18 @@ _NUMBER = re.compile(
 # Chat models number their headings so: "#### 1. First step".
 _MARKED = re.compile(r"####[ \t]*(?![0-9]+[.)][ \t]+\S)" + _NUMBER.pattern)
 # A and I that begin or go on a sentence are words: "A train", "I think", but not "A because".
-# A small one counts in brackets, but not as the i of a list nor as an argument: (b), not (i) and f(b).
+# A small one counts in brackets, but not as the i of a list nor as an argument: (b), not (i) and f(b). An apostrophe ends a
+# letter as a quotation mark alone: 'B', but not I'm and A's.
 _LETTER = (
     r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
     r"|(?<=[(\[])(?<!\w[(\[])[a-hj](?=[)\]])"
+    r"|(?<=['\u2018])(?<!\w['\u2018])[A-J](?=['\u2019](?!\w))"
 )
-_NAMED = re.compile(rf"\b(?i:answer|choice|option)(?i:\s+is)?\s*[:=]?\s*[(\[*\"']*({_LETTER})")
-_FIRST = re.compile(rf"\s*[(\[*\"']*({_LETTER})")
+_OPENED = r"\s*[(\[*\"'\u2018\u201c]*"
+_ANSWER = re.compile(rf"\b(?i:answer)(?i:\s+is)?\s*[:=]?(?i:\s*(?:choice|option))?{_OPENED}({_LETTER})")
+_CHOSEN = re.compile(rf"\b(?i:choice|option)(?:(?i:\s+is)\s*[:=]?|\s*[:=]){_OPENED}({_LETTER})")
+_OPTION = re.compile(rf"\b(?i:choice|option){_OPENED}({_LETTER})")
+_FIRST = re.compile(rf"{_OPENED}({_LETTER})")
 _ALONE = re.compile(r"\W*([a-jA-J])\W*")
 # The power of a unit, as the 2 of cm^2, is no number.
 _POWER = re.compile(r"(?<=[a-zA-Z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
@@ -80,12 +85,19 @@ def _without_latex(text: str) -> str:
 
 
 def choice(text: str) -> str | None:
-    """A letter A to J: the first that is named, as in "the answer is (C)" or "Option: C"; else one that the text begins with;
-    else the last one that stands alone. A small one counts too in brackets, or where there is nothing else."""
+    """A letter A to J: the first that is named the answer, as in "the answer is (C)", else the choice, as in "Option: C", else
+    the only one of which the text speaks as of an option; else one that it begins with; else the last one that stands alone. A
+    small one counts too in brackets, or where there is nothing else."""
     if (alone := _ALONE.fullmatch(text)) is not None:
         return alone[1].upper()
-    if (found := _NAMED.search(text) or _FIRST.match(text)) is not None:
-        return found[1].upper()
+    if (named := _ANSWER.search(text) or _CHOSEN.search(text)) is not None:
+        return named[1].upper()
+    # They may be weighed one by one before the answer.
+    options = {letter.upper() for letter in _OPTION.findall(text)}
+    if len(options) == 1:
+        return options.pop()
+    if (first := _FIRST.match(text)) is not None:
+        return first[1].upper()
     return next((letter.upper() for letter in reversed(re.findall(_LETTER, text))), None)
 
 
