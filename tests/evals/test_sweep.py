@@ -68,6 +68,14 @@ def test_only_the_first_four_batches_of_a_shape_are_warmed_up_for(monkeypatch):
     assert [decoder for decoder, _ in fake.calls] == ["ar"] * (5 + 4) + ["streaming"] * (5 + 4)
 
 
+def test_every_model_is_warmed_up_for(monkeypatch):
+    """Its weights are laid out in the first call; of two models of one shape that was in the time of the second one's AR."""
+    fake = FakeGenerate(monkeypatch)
+    settings, models = (AR, dataclasses.replace(AR, weights=BASE)), {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
+    sweep(models, settings, [(ECHO, PROBLEMS)], batch_size=2, generate=fake)
+    assert len(fake.calls) == 12
+
+
 def test_setting_by_setting_the_rows_are_those_of_the_sweep_and_no_batch_is_run_for_them_alone(monkeypatch):
     settings = (AR, FAST, Setting("faster", ADAPTED, DecodeConfig(entropy_threshold=0.9)))
     whole, tasks = FakeGenerate(monkeypatch, wrong=("3",)), [(ECHO, PROBLEMS)]

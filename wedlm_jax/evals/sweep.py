@@ -193,8 +193,9 @@ def setting_by_setting(
 
 
 class _WarmClock:
-    """Times generate calls of fixed size. The first batches of a shape are run once untimed, so that it is compiled, and so that
-    the widths that its forwards take turns in have been used: a program is slow where it comes by the first time."""
+    """Times generate calls of fixed size. The first batches of a model and a shape are run once untimed, so that it is compiled,
+    so that the model's weights are laid out for it, and so that the widths that its forwards take turns in have been used: a
+    program is slow where it comes by the first time."""
 
     def __init__(self, generate: Generate, batch_size: int):
         self._generate, self._batch_size = generate, batch_size
@@ -214,7 +215,7 @@ class _WarmClock:
             prompts = [encode_prompt(model, p.prompt) for p in problems[start : start + self._batch_size]]
             filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
-            shape = (model.config, config.program(model.window_table), config.max_new_tokens, width)
+            shape = (id(model), config.program(model.window_table), config.max_new_tokens, width)
             if self._warmed_up[shape] < _WARM_UP:
                 self._generate(model, filled_up, config, first_row + start)
                 self._warmed_up[shape] += 1
