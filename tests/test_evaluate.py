@@ -225,6 +225,19 @@ def test_text_gets_bits_per_byte_masked_loss_and_continuations_side_by_side(file
     assert not (tmp_path / "out" / "results.png").exists()  # nothing was scored
 
 
+@pytest.mark.parametrize("measure", ["evaluate_text", "evaluate_masks"])
+def test_what_needs_no_decoding_is_measured_before_a_prompt_is_decoded(file, refused, monkeypatch, tmp_path, measure):
+    """Its error ended an evaluation that had decoded for hours."""
+
+    def fails(*_):
+        raise UserError("no token is masked")
+
+    monkeypatch.setattr(command, measure, fails)
+    monkeypatch.setattr(command, "sweep", lambda *_, **__: pytest.fail("a prompt was decoded"))
+    flags = ("--exp", f"{file}:code", "--workdir", file.parent / "code", "--out", tmp_path)
+    assert "no token is masked" in refused(*flags)
+
+
 def test_masks_are_recovered_in_as_many_held_out_rows_as_are_asked_for(file, call, tmp_path, monkeypatch):
     measured = []
 

@@ -186,6 +186,14 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     """Runs the plan, prints as it goes, returns what results.json holds."""
     if plan.out is not None:  # before the first forward
         make_folder(plan.out)
+    measured: dict[str, Any] = {}  # before what takes hours, which an error here would end
+    if plan.experiment is not None and plan.config.held_out_files:
+        if plan.experiment.data.source == "stdlib_code":
+            measured["bits_per_byte"] = evaluate_text(plan, plan.experiment, console)
+        else:
+            console.print(f"bits per byte: left out, data.source={plan.experiment.data.source} has no files of code")
+    if plan.experiment is not None and plan.config.masked_loss_rows:
+        measured |= evaluate_masks(plan, plan.experiment, console)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
 
@@ -201,14 +209,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
         console.print(results_table(rows, title))
     for line in cut_short(rows):
         console.print(line, style="yellow", markup=False)
-    results = as_results(plan, rows)
-    if plan.experiment is not None and plan.config.held_out_files:
-        if plan.experiment.data.source == "stdlib_code":
-            results["bits_per_byte"] = evaluate_text(plan, plan.experiment, console)
-        else:
-            console.print(f"bits per byte: left out, data.source={plan.experiment.data.source} has no files of code")
-    if plan.experiment is not None and plan.config.masked_loss_rows:
-        results |= evaluate_masks(plan, plan.experiment, console)
+    results = as_results(plan, rows) | measured
     continued = [(t, problems) for t, problems in plan.tasks if t.score is None]
     if continued:
         results["continuations"] = show_continuations(plan, *continued[0], completions, console)
