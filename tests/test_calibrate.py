@@ -133,6 +133,15 @@ def test_where_nothing_agrees_often_enough_the_least_is_named_and_nothing_is_sto
     assert not (folder / "model" / CALIBRATION_FILE).exists()
 
 
+def test_tokens_too_few_for_the_limit_are_told(call, capsys, monkeypatch):
+    """Of 18 tokens that all agreed it said 0.00 %, and stored the fastest pair."""
+    monkeypatch.setattr(calibrate, "measure_thresholds", lambda *_: [measured(0.4, 0.0, 0.0, 3.0)])
+    call("--max-disagreement", "0.01")
+    assert capsys.readouterr().err == ""
+    call("--max-disagreement", "0.009")
+    assert capsys.readouterr().err.startswith("note: 100 tokens are too few for --max-disagreement 0.009, which one")
+
+
 @pytest.mark.parametrize(
     "flags, complaint",
     [

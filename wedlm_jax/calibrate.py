@@ -9,6 +9,7 @@ python -m wedlm_jax.calibrate --model DIR --data prompts.jsonl --decoder verifie
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -115,6 +116,12 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
     named = args.adapter or args.model
     file = write_calibration(_folder(named), chosen, model)
     console.print(f"{file}, for {named}: {chosen.in_words()}", highlight=False, soft_wrap=True)
+    if 0 < chosen.tokens * args.max_disagreement < 1:
+        print(
+            f"note: {chosen.tokens} tokens are too few for --max-disagreement {args.max_disagreement:g}, which one that is not "
+            "AR's would exceed; give more prompts",
+            file=sys.stderr,
+        )
     return chosen
 
 
