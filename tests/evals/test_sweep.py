@@ -97,6 +97,18 @@ def test_what_does_not_go_with_a_model_is_told_before_the_first_forward(monkeypa
     assert fake.calls == []
 
 
+def test_a_problem_that_leaves_no_room_for_its_completion_is_told_before_the_first_forward(monkeypatch):
+    """It ended an evaluation when its turn came."""
+    fake, long = FakeGenerate(monkeypatch), Problem("echo", "x " * 150, "", "")
+    tasks = [(ECHO, PROBLEMS), (dataclasses.replace(ECHO, name="long"), [PROBLEMS[0], long])]
+    said = "long, problem 2: 300 prompt tokens [+] max_new_tokens=256 exceed the model's context of 512"
+    with pytest.raises(UserError, match=said):
+        sweep({ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=2, generate=fake)
+    with pytest.raises(UserError, match=said):
+        next(setting_by_setting(tiny_model(), [AR, FAST], tasks, batch_size=2, generate=fake))
+    assert fake.calls == []
+
+
 def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
     rows, completions = run_fake(FakeGenerate(monkeypatch, wrong=("3",)))
     fast = rows[1]

@@ -127,10 +127,9 @@ def sweep(
       the rows, task by task in the order of the settings, and the completions by (task name, setting label).
 
     Raises:
-      UserError: a setting does not go with its model.
+      UserError: a setting does not go with its model, or a problem leaves no room for its completion in the model's context.
     """
-    for setting in settings:
-        resolved(models[setting.weights], setting.config)  # what does not fit is told before the first forward
+    _check(models, settings, tasks)
     clock = _WarmClock(generate, batch_size)
 
     def measure(task: Task, problems: list[Problem], setting: Setting, first_row: int) -> Measurement:
@@ -175,8 +174,7 @@ def setting_by_setting(
       settings: of one model; AR first, which the others are set against. The others are as of `sweep`.
     """
     assert settings[0].config.decoder == "ar"
-    for setting in settings:
-        resolved(model, setting.config)  # as in `sweep`
+    _check({setting.weights: model for setting in settings}, settings, tasks)
     clock, of_ar = _WarmClock(generate, batch_size), list[Measurement]()
     for setting in settings:
         measured, first_row = list[Measurement](), 0
@@ -190,6 +188,20 @@ def setting_by_setting(
             for (task, problems), ours, ar in zip(tasks, measured, of_ar, strict=True)
         ]
         yield OfSetting(setting, rows, [m.completions for m in measured])
+
+
+def _check(
+    models: Mapping[str, Model], settings: Sequence[Setting], tasks: Sequence[tuple[Task, list[Problem]]]
+) -> None:
+    """Raises a `UserError`, before the first forward, where one would be raised by a batch that comes after hours of others."""
+    named = [(f"{of.name}, problem {i}", p.prompt) for of, problems in tasks for i, p in enumerate(problems, 1)]
+    longest: dict[str, tuple[str, Sequence[int]]] = {}
+    for weights in dict.fromkeys(setting.weights for setting in settings):
+        encoded = ((name, encode_prompt(models[weights], prompt, name)) for name, prompt in named)
+        longest[weights] = max(encoded, key=lambda one: len(one[1]), default=("prompt", [0]))
+    for setting in settings:
+        name, prompt = longest[setting.weights]
+        make_request(models[setting.weights], prompt, setting.config, row=0, name=name)
 
 
 class _WarmClock:
