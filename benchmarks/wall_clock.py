@@ -93,10 +93,10 @@ def main() -> None:
 def curve(flags: Flags, models: dict[str, Model]) -> None:
     for name, model in models.items():
         context = min(flags.context, model.config.max_position_embeddings - max(flags.slots))
-        sizes = dict(rows=1, context=context, allocated=256)
+        sizes = dict(rows=1, context=context, allocated=bucket(max(256, context + max(flags.slots))))
         costs = row_costs(model.config, params_of(model.transformer), slots=flags.slots, rounds=flags.rounds, **sizes)
         print_table(
-            f"Cost of a forward, {name}, {context} of 256 slots used",
+            f"Cost of a forward, {name}, {context} of {sizes['allocated']} slots used",
             ("slots", "ms", "of one token", "of the plain products", "attention's among them"),
             [
                 (

@@ -8,6 +8,7 @@ from flax import nnx
 from tests.decode.models import tiny_model
 from tests.decode.test_precision_and_mesh import EVEN, cut_over
 from tests.model.tiny import TINY, params
+from wedlm_jax.errors import UserError
 from wedlm_jax.evals.row_cost import forward_program, product_program
 from wedlm_jax.model import layers, weights
 from wedlm_jax.model.parameters import params_of, transformer_from
@@ -25,6 +26,14 @@ def kernels_turned(monkeypatch):
     turned = []
     monkeypatch.setattr(layers.Linear, "turn", lambda self, turn=layers.Linear.turn: turned.append(turn(self)))
     return turned
+
+
+def test_a_forward_that_its_cache_does_not_hold_is_refused():
+    """`benchmarks.wall_clock --slots 64` wrote them over the last 8 of the 200 used slots that it named."""
+    sizes = dict(rows=1, slots=16, context=241)
+    with pytest.raises(UserError, match="16 slots behind 241 used ones do not fit into a cache of 256"):
+        forward_program(TINY, params(TINY), **sizes, allocated=256)
+    forward_program(TINY, params(TINY), **sizes, allocated=257)
 
 
 @pytest.mark.parametrize("context", [0, CONTEXT])

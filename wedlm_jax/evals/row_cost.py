@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import Cache
 from wedlm_jax.model.layers import Layer, products_of
@@ -101,7 +102,14 @@ def forward_program(
       masks: how many slots at the end of a row are masks. An adapter of mask rows runs on these alone; with 0 it does not run.
       turns: with kernels turned where decoding turns them; False: as they were trained.
       weights: these parameters as decoding holds them already; None: laid out anew.
+
+    Raises:
+      UserError: the cache does not hold the window, which would be written over what is in use.
     """
+    if context + slots > allocated:
+        raise UserError(
+            f"{slots} slots behind {context} used ones do not fit into a cache of {allocated}; take fewer, or a longer cache"
+        )
     weights = weights or Weights.of(transformer_from(config, params), rows * slots if turns else 1)
     forwards = forwards_of_a_call(params)
 
