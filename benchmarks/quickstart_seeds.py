@@ -4,8 +4,8 @@
 
 For every seed trains what is missing under runs/seeds/SEED (base, adapted, adapter), decodes the held-out problems with each
 and counts whose text is that of the base's AR decoding, and prints one Markdown table. What is finished is kept, the measured
-rows (SEED/decoded.json) too, for the --limit that they were decoded with. About 12 minutes of training and 2 of decoding a
-seed, on two CPU cores.
+rows (SEED/decoded.json) too, for the --limit that they were decoded with, until anything of their seed is trained. About 12
+minutes of training and 2 of decoding a seed, on two CPU cores.
 
 A cell is the mean over the seeds with Student's 95 % interval for it, which is wide for three seeds and says nothing about
 other problems. Training seconds are the steps at the median rate of the run's log: without compiling, starting and saving.
@@ -75,6 +75,7 @@ def train(seed: int, folder: Path) -> None:
         arguments = ["wedlm_jax.train", "--exp", experiment, "--workdir", str(folder / name), f"train.seed={seed}"]
         arguments += [] if name == "base" else [f"init_from={folder / 'base'}"]
         print("$ python -m", *arguments, flush=True)
+        (folder / DECODED).unlink(missing_ok=True)  # of other weights than there will be
         subprocess.run([sys.executable, "-m", *arguments], check=True)
 
 

@@ -78,6 +78,15 @@ def test_seeds_that_were_decoded_with_another_limit_are_decoded_again(tmp_path, 
     assert len(decoded) == 4
 
 
+@pytest.mark.parametrize("missing", [True, False])
+def test_rows_of_a_seed_are_kept_until_anything_of_it_is_trained(tmp_path, monkeypatch, missing):
+    monkeypatch.setattr(quickstart_seeds, "finished", lambda workdir: not missing or workdir.name != "adapter")
+    monkeypatch.setattr(quickstart_seeds.subprocess, "run", lambda *_, **__: None)
+    (tmp_path / "decoded.json").write_text('{"limit": 7, "rows": []}')
+    quickstart_seeds.train(0, tmp_path)
+    assert (quickstart_seeds.kept_rows(tmp_path, 7) is None) == missing
+
+
 @pytest.mark.skipif(not FULL, reason="compiles each window twice; launch/test.sh --full")
 def test_decode_forward_sets_turned_kernels_against_those_that_were_trained(monkeypatch, capsys):
     turned = []
