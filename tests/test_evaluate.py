@@ -180,6 +180,7 @@ def test_another_step_of_an_experiment_is_evaluated_by_name_in_a_folder_of_its_o
     assert (first != last).any() and (first == load(f"{workdir}@1").transformer.embed.embedding[...]).all()
     assert (step.title, newest.title) == ("adapted@1", "adapted")
     assert (step.out, newest.out) == (workdir / "evaluation@1", workdir / "evaluation")
+    assert [command.as_results(plan, [])["step"] for plan in (step, newest)] == [1, 2]
     part = command.plan_experiment(command.Evaluate(workdir=workdir, task="counting", limit=2), f"{file}:adapted")
     assert part.out == workdir / "evaluation-counting-2"  # what a study reads is the whole one
 

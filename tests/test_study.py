@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from tests.bad_input import full_disk
-from wedlm_jax import train
+from wedlm_jax import checkpoint, train
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
@@ -33,8 +33,9 @@ QUIET = Console(quiet=True)
 class Commands:
     """Stands for the child processes: notes every command, and evaluates to numbers that tell the runs apart."""
 
-    def __init__(self, **evaluation):
+    def __init__(self, step=None, **evaluation):
         self.lines: list[str] = []
+        self.step = step
         self.evaluation = {"problems_per_task": 2, "entropy_thresholds": [0.4, math.inf], **evaluation}
 
     @property
@@ -54,7 +55,12 @@ class Commands:
                 {"task": "sums", "label": "x", "accuracy": 9},
             ]
             (folder / "evaluation").mkdir(exist_ok=True)
-            results = {"rows": rows, "loss": float(folder.parent.name), "evaluation": self.evaluation}
+            results = {
+                "rows": rows,
+                "loss": float(folder.parent.name),
+                "evaluation": self.evaluation,
+                "step": self.step,
+            }
             write_json(folder / "evaluation" / "results.json", results)
 
 
@@ -135,8 +141,20 @@ def test_what_was_evaluated_with_other_settings_is_evaluated_again_and_said(tmp_
     console, more = Console(file=io.StringIO(), width=200), Commands(problems_per_task=9)
     run_study(STUDY, tmp_path, more, console)
     assert more.evaluations == 4
-    assert console.file.getvalue().count("results.json: evaluated anew, as told now (problems_per_task: 2 -> 9)") == 4
+    assert console.file.getvalue().count("results.json: evaluated anew (problems_per_task: 2 -> 9)") == 4
     same = Commands(problems_per_task=9)
+    run_study(STUDY, tmp_path, same, QUIET)
+    assert same.evaluations == 0
+
+
+def test_what_was_evaluated_before_its_training_came_to_its_end_is_evaluated_again_and_said(tmp_path, monkeypatch):
+    """By hand, while the study was stopped: a finished study showed numbers of half-trained models."""
+    monkeypatch.setattr(checkpoint, "saved_steps", lambda workdir: [1])
+    run_study(STUDY, tmp_path, Commands(step=1), QUIET)
+    monkeypatch.setattr(checkpoint, "saved_steps", lambda workdir: [1, 2])
+    console, again, same = Console(file=io.StringIO(), width=200), Commands(step=2), Commands(step=2)
+    run_study(STUDY, tmp_path, again, console)
+    assert again.evaluations == console.file.getvalue().count("results.json: evaluated anew (step: 1 -> 2)") == 4
     run_study(STUDY, tmp_path, same, QUIET)
     assert same.evaluations == 0
 

@@ -100,6 +100,7 @@ class Plan:
     experiment: Experiment | None
     out: Path | None
     mesh: MeshConfig = ONE_DEVICE
+    step: int | None = None  # of the experiment
 
 
 def plan_experiment(args: Evaluate, name: str) -> Plan:
@@ -120,7 +121,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
         raise UserError(f"{workdir} holds no trained model; make it: python -m wedlm_jax.train --exp {name}{at}")
     # A step that is named, the best one by its number: it has a folder of its own, as a part of the evaluation has, since a study
     # takes WORKDIR/evaluation for the whole one of the newest.
-    step_name = "" if step is None else f"@{chosen_step(workdir, step)}"
+    chosen = None if step is None else chosen_step(workdir, step)
+    step_name = "" if chosen is None else f"@{chosen}"
     trained = Experiment.load(workdir)
     experiment = dataclasses.replace(trained, evaluation=named.evaluation)
     if changed := differences(trained.to_dict()["evaluation"], experiment.to_dict()["evaluation"]):
@@ -141,7 +143,8 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     if len(part) > LONGEST_PART:
         part = f"-{hashlib.sha256(part.encode()).hexdigest()[:16]}"
     out = args.out or workdir / f"evaluation{step_name}{part}"
-    return Plan(f"{experiment.name}{step_name}", models, settings, problems, config, experiment, out, args.mesh)
+    title, newest = f"{experiment.name}{step_name}", saved_steps(workdir)[-1]
+    return Plan(title, models, settings, problems, config, experiment, out, args.mesh, chosen or newest)
 
 
 def plan_model(args: Evaluate, path: str) -> Plan:
@@ -210,8 +213,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     for line in cut_short(rows):
         console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows) | measured
-    continued = [(t, problems) for t, problems in plan.tasks if t.score is None]
-    if continued:
+    if continued := [(t, problems) for t, problems in plan.tasks if t.score is None]:
         results["continuations"] = show_continuations(plan, *continued[0], completions, console)
     save(plan, rows, results, console)
     if plan.tasks:
@@ -220,8 +222,8 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
-    # By this a study tells whether to evaluate anew.
-    how = {"evaluation": dataclasses.asdict(plan.config)} if plan.experiment is not None else scored_by(plan.config)
+    told = {"evaluation": dataclasses.asdict(plan.config), "step": plan.step}  # a study looks whether they are others
+    how = told if plan.experiment is not None else scored_by(plan.config)
     return {
         "name": plan.title, **how, **ran(next(iter(plan.models.values())).config, plan.mesh),
         "rows": [dataclasses.asdict(row) for row in rows],

@@ -1,4 +1,5 @@
-"""A study from its first training to its table and plot; what is there already is kept, but for results of another evaluation."""
+"""A study from its first training to its table and plot; what is there already is kept, but for results of another evaluation or
+of an earlier step."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def run_study(
     run: Callable[[list[str]], None] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains what is missing, evaluates that and what was evaluated with other settings; prints a table; writes results.json and
-    results.png.
+    """Trains what is missing, evaluates that and what was evaluated with other settings or at an earlier step; prints a table;
+    writes results.json and results.png.
 
     Args:
       study: what to compare.
@@ -58,9 +59,9 @@ def run_study(
                 before = folder
             source = folder / RESULTS
             missing = not source.is_file()
-            changed = [] if missing else _settings_changed(source, folder)
+            changed = [] if missing else _changed(source, folder)
             if changed:
-                console.print(f"{source}: evaluated anew, as told now ({'; '.join(changed)})", markup=False)
+                console.print(f"{source}: evaluated anew ({'; '.join(changed)})", markup=False)
             if missing or changed:
                 own = [text for text in stages[-1].overrides if text.startswith("evaluation.")]
                 out = ["--out", str(source.parent)] if own else []  # else they would go to a folder of their own
@@ -80,14 +81,17 @@ def run_study(
     return summary
 
 
-def _settings_changed(source: Path, workdir: Path) -> list[str]:
-    """The settings of evaluation that are others now than when the results in `source` were made, as "name: then -> now". Of a
-    setting that they do not name, since it came after them, or of none, nobody can say: what is there is kept."""
-    made = _read(source).get("evaluation")
-    if made is None:
-        return []
-    now = finite(_read(workdir / EXPERIMENT)["evaluation"])
-    return differences(made, {name: now.get(name) for name in made})
+def _changed(source: Path, workdir: Path) -> list[str]:
+    """The settings of evaluation, and the step, that are others now than when the results in `source` were made, as "name: then
+    -> now". Of what they do not name, since it came after them, nobody can say: what is there is kept."""
+    from wedlm_jax.checkpoint import saved_steps  # here, because every experiment imports this module
+
+    results = _read(source)
+    made, step = results.get("evaluation", {}), results.get("step")
+    now = finite(_read(workdir / EXPERIMENT)["evaluation"]) if made else {}
+    newest = [] if step is None else saved_steps(workdir)[-1:]
+    trained_on = [f"step: {step} -> {n}" for n in newest if n != step]
+    return [*differences(made, {name: now.get(name) for name in made}), *trained_on]
 
 
 def _read(source: Path) -> dict[str, Any]:
