@@ -100,7 +100,9 @@ def test_the_logits_of_few_places_are_held_at_a_time_however_long_the_rows(monke
 def test_a_ratio_that_masks_nothing_in_small_blocks_is_named():
     model = tiny_model()
     batch = next(batches(DataConfig(row_length=64), model.tokenizer, 4, 2, 0, "held_out"))
-    with pytest.raises(UserError, match="block_size=4: at a mask ratio of 0.1 no token of a block is masked"):
+    with pytest.raises(
+        UserError, match="block_size=4: at a mask ratio of 0.1 no token of a block is masked, as none holds 6 "
+    ):
         recovery_by_ratio(model, [batch], block_size=4)
 
 

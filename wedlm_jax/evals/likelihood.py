@@ -131,7 +131,8 @@ def recovery_by_ratio(
         nats, right, count = sums.tolist()
         if not count:
             raise UserError(
-                f"block_size={block_size}: at a mask ratio of {ratio:g} no token of a block is masked; use 8"
+                f"block_size={block_size}: at a mask ratio of {ratio:g} no token of a block is masked, as none holds "
+                f"{1 + int(0.5 / ratio)} that are learned; use larger blocks, or data with longer answers"
             )
         found[ratio] = Recovery(nats / count, right / count)
     return found
