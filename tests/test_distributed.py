@@ -122,6 +122,9 @@ def joined(monkeypatch):
         def fail(self):
             asked.append("fail")
 
+        def refuse(self):
+            asked.append("refuse")
+
         def end(self, status):
             raise SystemExit(status)
 
@@ -154,6 +157,18 @@ def test_a_port_in_use_is_named():
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on port {port}"):
             meet("localhost", port, 0, 2, timeout=1)
+
+
+def test_a_port_of_jax_that_is_in_use_is_bad_input_for_all(joined, monkeypatch, capsys):
+    """jax itself ends process 0 by a segmentation fault, of which the others would say to start again."""
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in {"WEDLM_COORDINATOR": f"localhost:{port}", "WEDLM_PROCESS_ID": "0"}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended, distributed.together():
+            pass
+    assert (ended.value.code, joined) == (lifeline.BAD_INPUT, ["localhost", "refuse"])
+    assert f"error: process 0 cannot listen on port {port} (" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from wedlm_jax.errors import UserError, reason
-from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN, NotMet, meet
+from wedlm_jax.lifeline import BAD_INPUT, TRY_AGAIN, NotMet, meet, require_free
 
 _VARIABLES = ("WEDLM_COORDINATOR", "WEDLM_NUM_PROCESSES", "WEDLM_PROCESS_ID")
 
@@ -67,8 +67,10 @@ def together() -> Iterator[None]:
         sys.exit(TRY_AGAIN)
     # Its preemption service would swallow every SIGTERM that comes before the loop takes them, as in restoring or compiling.
     jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(*place, cluster_detection_method="deactivate")
     try:
+        if place.process_id == 0:
+            require_free(int(port))
+        jax.distributed.initialize(*place, cluster_detection_method="deactivate")
         yield
     except BaseException as error:
         if isinstance(error, UserError):

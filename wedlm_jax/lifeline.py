@@ -130,14 +130,8 @@ def meet(host: str, port: int, index: int, count: int, timeout: float) -> Lifeli
 
 
 def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int, socket.socket]:
-    both = socket.has_dualstack_ipv6()
-    try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=count)
-    except OSError as error:
-        raise UserError(f"process 0 cannot listen on port {port} ({reason(error)}); choose another port") from None
     connections: dict[int, socket.socket] = {}
-    with server:
+    with _server(port, count) as server:
         server.settimeout(_POLL_SECONDS)
         while len(connections) < count - 1:
             if time.monotonic() > deadline:
@@ -170,6 +164,21 @@ def _listen(port: int, count: int, deadline: float, timeout: float) -> dict[int,
     for connection in connections.values():
         connection.sendall(_WORD.pack(_ALL_HERE))
     return connections
+
+
+def require_free(port: int) -> None:
+    """Raises a `UserError` where process 0 cannot listen on a port: of one in use jax's own service ends it by a segmentation
+    fault, for which the others would say to start again."""
+    _server(port, 1).close()
+
+
+def _server(port: int, backlog: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    try:
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=backlog)
+    except OSError as error:
+        raise UserError(f"process 0 cannot listen on port {port} ({reason(error)}); choose another port") from None
 
 
 def _call(host: str, port: int, index: int, count: int, deadline: float) -> socket.socket:
