@@ -15,6 +15,7 @@ import pytest
 
 from tests.bad_input import cut, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
+from wedlm_jax import checkpoint as checkpoint_module
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps, steps_to_keep
 from wedlm_jax.errors import UserError
 from wedlm_jax.model_file import ModelFile
@@ -190,6 +191,19 @@ def test_where_no_checkpoint_can_be_read_nothing_starts_anew(saved, tmp_path):
     ):
         restore(workdir)
     assert saved_steps(workdir) == [2, 3]
+
+
+@pytest.mark.parametrize("read", [restore, load_params])
+def test_a_checkpoint_that_a_device_has_no_room_for_is_not_said_to_be_damaged(saved, monkeypatch, read):
+    """Else a busy GPU costs the steps since the one before, or is told as a reason to remove them all."""
+
+    def refused(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+
+    for reader in (checkpoint_module.ocp.CompositeCheckpointHandler, checkpoint_module.ocp.CheckpointManager):
+        monkeypatch.setattr(reader, "restore", refused)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        read(saved)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from wedlm_jax.distributed import any_process, is_main
-from wedlm_jax.errors import UserError, reason, room_for
+from wedlm_jax.errors import UserError, out_of_memory, reason, room_for
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import param_axes, param_shapes
@@ -154,11 +154,8 @@ class Checkpoints:
             self._unreadable.update(newer for newer in steps if newer > step)
             for failed in told:
                 print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
-            return (
-                step,
-                TrainState(params=restored["params"], **restored["training"], frozen=dict(frozen or {})),
-                restored["data"],
-            )
+            state = TrainState(params=restored["params"], **restored["training"], frozen=dict(frozen or {}))
+            return step, state, restored["data"]
         if failures:
             raise UserError(f"{failures[0]}; remove {self._folder} to start from the beginning")
         return None
@@ -345,6 +342,8 @@ def _forget_other_reads() -> None:
 
 
 def _damaged(path: Path, error: Exception | str) -> UserError:
+    if isinstance(error, jax.errors.JaxRuntimeError) and out_of_memory(error):
+        raise error  # the files are whole
     # Not its `reason`, but all that it says: of a checkpoint's many files it may name the one.
     why = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return UserError(f"{path}: the checkpoint cannot be read ({why})")
