@@ -1,7 +1,7 @@
 # Sourced by the scripts of this folder: goes to the repository, finds a Python, makes .venv and installs the pinned
 # packages into it. Done once: a second call with the same requirements installs nothing.
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." # not to a folder of that name which the caller's CDPATH holds
 
 fail() {
     echo "error: $*" >&2

@@ -23,7 +23,7 @@ if (($# < 4)) || [[ "$3" != -- ]]; then
 fi
 name=$1 zone=$2
 shift 3
-source=${WEDLM_SOURCE:-$(cd "$(dirname "$0")/.." && pwd)}
+source=${WEDLM_SOURCE:-$(CDPATH='' cd "$(dirname "$0")/.." && pwd)}
 home=wedlm_jax_launch
 sent=$(mktemp -d)
 trap 'rm -rf "$sent"' EXIT

@@ -70,6 +70,18 @@ def test_without_flags_it_tells_how_it_is_called(script):
     assert done.stderr.startswith("usage: ") and script in done.stderr
 
 
+def test_a_script_finds_its_repository_whatever_the_callers_cdpath_holds(tmp_path):
+    """With one, `cd launch/..` goes elsewhere, where .venv was made, and prints where."""
+    (tmp_path / "launch").mkdir()
+    path = {"PATH": "/usr/bin:/bin", "CDPATH": str(tmp_path), "PYTHON": "/no/python"}
+    where = "trap pwd EXIT; source launch/setup.sh 2>/dev/null"
+    setup = subprocess.run(["bash", "-c", where], cwd=LAUNCH.parent, env=path, capture_output=True, text=True)
+    command = ["bash", "launch/tpu_vm.sh", "--dry-run", *DRY["tpu_vm.sh"]]
+    tpu_vm = subprocess.run(command, cwd=LAUNCH.parent, env=path, capture_output=True, text=True)
+    assert setup.stdout == f"{LAUNCH.parent}\n"
+    assert tpu_vm.stdout.startswith(f"git -C {LAUNCH.parent} archive")
+
+
 def test_the_readme_names_every_script():
     text = (LAUNCH / "README.md").read_text(encoding="utf-8")
     for script in LAUNCH.glob("*.sh"):
