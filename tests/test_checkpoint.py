@@ -16,8 +16,9 @@ import pytest
 from tests.bad_input import cut, full_disk
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax import checkpoint as checkpoint_module
-from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps, steps_to_keep
+from wedlm_jax.checkpoint import Checkpoints, chosen_step, load_params, saved_steps
 from wedlm_jax.errors import UserError
+from wedlm_jax.kept_checkpoints import steps_to_keep
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state
@@ -135,6 +136,17 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_is_used(saved, tmp_p
     assert told.count("\n") == 1
     assert "warning: " in told and "checkpoints/3: the checkpoint cannot be read" in told and "from step 2" in told
     assert saved_steps(workdir) == [2, 3]
+
+
+@pytest.mark.parametrize("left", [b"", b'{"skipped_in_row": 0', b"[]", b"\xff"])
+def test_a_checkpoint_whose_metrics_are_damaged_is_whole(saved, tmp_path, left):
+    """As where the power failed: neither training nor what loads a model could open the folder."""
+    workdir = copy_of(saved, tmp_path)
+    (workdir / "checkpoints" / "3" / "metrics" / "metrics").write_bytes(left)
+    with Checkpoints(workdir, keep=2) as checkpoints:
+        checkpoints.wait()
+    assert chosen_step(workdir, None) == 3
+    assert load_params(workdir)[0] == MODEL
 
 
 @damaged

@@ -14,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
-import math
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,10 +26,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError, out_of_memory, reason, room_for
+from wedlm_jax.kept_checkpoints import BEST_METRIC, Kept, best_of, metrics_of
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import param_axes, param_shapes
@@ -39,9 +37,6 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import param_shardings
 from wedlm_jax.train_state import TrainState
 
-SKIPPED_IN_ROW = "skipped_in_row"  # in a checkpoint's metrics: steps before it that were not finite
-BEST_METRIC = "best_metric"  # beside it: the metric by which one checkpoint is kept as the best, or null
-MEASURED_OF = "measured_of"  # beside it: of how many batches, and whether masks were learned; others are not compared
 _FOLDER = "checkpoints"
 _ITEMS = ("params", "training", "data")
 _SECONDS_BETWEEN_LOOKS = 0.02  # while a checkpoint is being written
@@ -65,7 +60,7 @@ class Checkpoints:
         self._unreadable: set[int] = set()
         self._saving: int | None = None
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_Kept(keep, best_metric, self._unreadable),
+            preservation_policy=Kept(keep, best_metric, self._unreadable),
             best_fn=lambda metrics: 0.0,  # nobody asks; without it orbax keeps no metrics beside a checkpoint
             enable_async_checkpointing=True,
             cleanup_tmp_directories=True,  # what a killed run left half written
@@ -210,48 +205,15 @@ class _Manager(ocp.CheckpointManager):
 
     failure: Exception | None = None
 
+    def metrics(self, step: int) -> dict[str, Any] | None:
+        return metrics_of(Path(self.directory) / str(step))  # orbax ends in a traceback where they are damaged
+
     def _wait_for_checkpointers(self) -> None:
         try:
             super()._wait_for_checkpointers()
         except Exception as error:  # of the file system, through orbax and tensorstore
             self.failure = error
             raise
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept(preservation_policy.PreservationPolicy):
-    """Which checkpoints stay when one is added."""
-
-    last: int
-    best_metric: str | None
-    unreadable: set[int]
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        metrics = {info.step: info.metrics or {} for info in checkpoints if info.step not in self.unreadable}
-        kept = steps_to_keep(metrics, last=self.last, best_metric=self.best_metric) | self.unreadable
-        return [info.step in kept for info in checkpoints]
-
-
-def steps_to_keep(metrics: Mapping[int, Mapping[str, Any]], *, last: int, best_metric: str | None) -> set[int]:
-    """The newest `last` checkpoints, the last one saved while updates were finite, and the one with the lowest metric.
-
-    Args:
-      metrics: of each checkpoint, by step.
-      last: how many of the newest.
-      best_metric: a name in metrics; what lacks it, is not finite or is measured of other things than the newest is not the best.
-    """
-    steps = sorted(metrics)
-    finite = [step for step in steps if not metrics[step].get(SKIPPED_IN_ROW)]
-    best = _best_of(metrics, best_metric)
-    return {*steps[-last:], *finite[-1:], *([] if best is None else [best])}
-
-
-def _best_of(metrics: Mapping[int, Mapping[str, Any]], best_metric: str | None) -> int | None:
-    measured = {step: metrics[step].get(best_metric or "") for step in metrics}
-    measured = {step: value for step, value in measured.items() if value is not None and math.isfinite(value)}
-    of = metrics[max(measured)].get(MEASURED_OF) if measured else None
-    alike = (step for step in measured if metrics[step].get(MEASURED_OF, of) == of)  # earlier versions did not say
-    return min(alike, key=lambda step: (measured[step], step), default=None)
 
 
 def load_params(
@@ -283,7 +245,7 @@ def load_params(
     abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in shapes.items()}
     folder = workdir.absolute() / _FOLDER
     options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(folder, options=options, item_names=_ITEMS) as manager:
+    with _Manager(folder, options=options, item_names=_ITEMS) as manager:
         try:
             restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
         except Exception as error:  # of many types, as in `Checkpoints.restore`
@@ -316,11 +278,10 @@ def chosen_step(workdir: str | Path, step: Step) -> int:
 
 def _best_step(workdir: str | Path) -> int | None:
     """The checkpoint with the lowest `best_metric` of those that are there; None where the run keeps none for that."""
-    metrics: dict[int, dict[str, Any]] = {}
-    for step in saved_steps(workdir):
-        with contextlib.suppress(OSError, ValueError):  # damaged: it is not known to be the best
-            metrics[step] = json.loads((Path(workdir) / _FOLDER / str(step) / "metrics" / "metrics").read_text())
-    return _best_of(metrics, metrics[max(metrics)].get(BEST_METRIC)) if metrics else None
+    folder = Path(workdir) / _FOLDER
+    found = {step: metrics_of(folder / str(step)) for step in saved_steps(workdir)}
+    metrics = {step: of_step for step, of_step in found.items() if of_step is not None}
+    return best_of(metrics, metrics[max(metrics)].get(BEST_METRIC)) if metrics else None
 
 
 def saved_steps(workdir: str | Path) -> list[int]:

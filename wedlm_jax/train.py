@@ -13,13 +13,14 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import MEASURED_OF, SKIPPED_IN_ROW, Checkpoints
+from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
 from wedlm_jax.flags import parse
+from wedlm_jax.kept_checkpoints import MEASURED_OF, SKIPPED_IN_ROW
 from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
