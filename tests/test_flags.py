@@ -16,6 +16,7 @@ import pytest
 import tyro
 
 import wedlm_jax
+from wedlm_jax import train
 from wedlm_jax.chat.__main__ import Chat
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import TextFlag, parse
@@ -56,6 +57,14 @@ def test_a_bad_flag_is_one_line(args, message, boxes, capsys, monkeypatch):
         parse(Flags, prog="command", args=args)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("args", [["--workdir", ""], ["--workdir="], ["train.steps=3", "--workdir", ""]])
+def test_an_empty_path_is_refused(args):
+    """As of a variable that is not set: it would be the current folder, in which all is written."""
+    with pytest.raises(UserError, match="--workdir is empty; name a path, or leave it out"):
+        parse(train.Flags, prog="command", args=args)
+    assert parse(train.Flags, prog="command", args=["a=", "", "--workdir", "."]).workdir == Path(".")
 
 
 def test_good_flags_are_read():

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import tyro
 
@@ -67,9 +67,10 @@ def parse(
       **options: of `tyro.cli`.
 
     Raises:
-      UserError: a flag is unknown, missing or of the wrong type.
+      UserError: a flag is unknown, missing or of the wrong type, or names an empty path.
     """
     args = _positional_first(flags, spell_none(sys.argv[1:] if args is None else args))
+    _refuse_empty_paths(flags, args)
     if description is not None:
         description = _EXAMPLE.sub("$ ", description)  # tyro joins lines that begin with a letter
     shown = io.StringIO()
@@ -80,6 +81,16 @@ def parse(
         if exit.code in (None, 0):
             raise
         raise UserError(f"{_one_line(shown.getvalue())}; {prog} --help shows the flags") from None
+
+
+def _refuse_empty_paths(flags: type, args: Sequence[str]) -> None:
+    """An empty path, as of a variable that is not set, would be the current folder, and all be written there."""
+    kinds = get_type_hints(flags)
+    paths = {_spelled(name) for name, kind in kinds.items() if kind is Path or Path in get_args(kind)}
+    for flag, value in itertools.zip_longest(args, args[1:]):
+        name, equals, behind = flag.replace("_", "-").partition("=")
+        if name in paths and (behind if equals else value) == "":
+            raise UserError(f"{name} is empty; name a path, or leave it out")
 
 
 def _at_home(flags: Flags) -> Flags:
