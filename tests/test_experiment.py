@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import textwrap
 
 import pytest
@@ -77,9 +78,11 @@ def test_an_experiment_is_found_by_name_in_the_current_folder_first():
         ("experiments/small.py:smaller", "smaller"),
         ("experiments/small.py:derived", "derived"),
         ("small:smaller", "smaller"),
+        ("~/experiments/small.py", "small"),  # which no shell writes out behind --exp=
     ],
 )
-def test_an_experiment_is_a_function_of_a_file(spec, name):
+def test_an_experiment_is_a_function_of_a_file(spec, name, monkeypatch):
+    monkeypatch.setenv("HOME", os.getcwd())
     assert load_experiment(spec).name == name
 
 
@@ -200,6 +203,7 @@ def test_the_shape_of_a_model_that_comes_from_elsewhere_is_not_to_be_set():
     ("overrides", "message"),
     [
         (["name="], "name= is no folder below runs/; choose one, or another place as --workdir DIR"),
+        (["name=."], "name=. is no folder below runs/"),
         (["name=../.."], "name=../.. is no folder below runs/"),
         (["name=/tmp/x"], "name=/tmp/x is no folder below runs/"),
         (

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -138,7 +139,7 @@ class Experiment:
     evaluation: EvaluationConfig = EvaluationConfig()
 
     def __post_init__(self) -> None:
-        if not self.name.strip() or ".." in (path := Path(self.name)).parts or path.is_absolute():
+        if not self.name.strip(" .") or ".." in (path := Path(self.name)).parts or path.is_absolute():
             raise UserError(f"name={self.name} is no folder below runs/; choose one, or another place as --workdir DIR")
         if self.train.best_metric == "validation_mlm_loss" and self.objective.ar_steps >= self.train.steps:
             raise UserError(
@@ -249,7 +250,7 @@ def load_named(spec: str, overrides: Sequence[str] = ()) -> Experiment | Study:
       UserError: no such experiment, function or field; a value of the wrong type; an error in the file.
     """
     place, _, function = spec.partition(":")
-    path = Path(place) if place.endswith(".py") else _find(place)
+    path = Path(os.path.expanduser(place)) if place.endswith(".py") else _find(place)
     experiment = _call(path, function or path.stem)
     if isinstance(experiment, Study):
         if overrides:
