@@ -6,7 +6,7 @@ from tests.bad_input import forbidden
 from wedlm_jax import workdir as module
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
-from wedlm_jax.workdir import await_prepared, is_begun, pinned, refuse_another_experiment
+from wedlm_jax.workdir import await_prepared, is_begun, pinned, progress_of, refuse_another_experiment
 
 
 @pytest.fixture
@@ -53,6 +53,14 @@ def test_the_newest_step_of_init_from_is_what_process_0_takes_it_for(folder, pro
     """It may be training still: a process that looks later would start from other parameters."""
     process_0_says(2)
     assert pinned(Experiment(name="next", init_from=str(folder))).init_from == f"{folder}@2"
+
+
+def test_a_run_whose_first_model_is_gone_meanwhile_or_says_little_of_itself_tells_what_it_knows(folder):
+    """It holds the parameters already: of the line that says where they come from it ended."""
+    assert progress_of(f"{folder}@4") == ""  # no experiment.json: what a model is loaded from
+    (folder / "experiment.json").write_text(Experiment("base", init_from="x").to_json())
+    assert progress_of(f"{folder}@4") == progress_of(str(folder)) == " (step 4 of 1000)"
+    assert progress_of(f"{folder}@3") == " (step 3 of 1000)"  # as of a run that trains on, and keeps its newest ones
 
 
 @pytest.fixture

@@ -309,9 +309,12 @@ def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
 
 
 def progress_of(init_from: str | None) -> str:
-    """Which step of the run in a workdir it is, for all to see; nothing for a directory that is none."""
+    """Which step of the run in a workdir it is, for all to see; nothing for a directory that does not say."""
     place, step = split_step(str(init_from))
-    return f" (step {chosen_step(place, step)} of {Experiment.load(place).train.steps})" if saved_steps(place) else ""
+    if not saved_steps(place) or not (Path(place) / FILE).is_file():
+        return ""
+    step = step if isinstance(step, int) else chosen_step(place, step)  # a named one may be gone by now
+    return f" (step {step} of {Experiment.load(place).train.steps})"
 
 
 def _find_tokenizer(experiment: Experiment, initial: Model | None, folder: Path) -> PreTrainedTokenizerBase:
