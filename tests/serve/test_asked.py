@@ -34,6 +34,7 @@ def settings(chat: bool = False, **fields):
         ({"entropy_threshold": "none"}, {"entropy_threshold": None}),
         ({"stop_ids": [3]}, {"stop_ids": (3,)}),
         ({"temperature": None, "stop": None, "tools": None, "model": "x", "user": "me"}, {}),
+        ({"stream_options": {"include_usage": None}}, {}),
         ({"top_k": -1}, {}),
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "tools": [], "logit_bias": {}}, {}),
         ({"stop_token_ids": [], "ignore_eos": False}, {}),

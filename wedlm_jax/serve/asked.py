@@ -75,7 +75,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     """
     if not isinstance(body, Mapping):
         raise UserError(f"the body must be a JSON object, not {shown(body)}")
-    given = {name: value for name, value in body.items() if value is not None and name not in (*UNREAD, "model")}
+    given = {name: value for name, value in _given(body).items() if name not in (*UNREAD, "model")}
     for name, idle in IDLE.items():
         if (value := given.pop(name, None)) is not None and value not in idle:
             raise UserError(f"{name}={shown(value)}: is not done here; {INSTEAD.get(name, 'leave it out')}")
@@ -113,9 +113,13 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     if log_probs and not echo and not config.reads_chain:
         raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
     return Asked(
-        prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(dict(options), "include_usage"),
+        prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(_given(options), "include_usage"),
         log_probs=log_probs, echo=echo, echo_alone=echo_alone, token_ids=token_ids,
     )  # fmt: skip
+
+
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _flag(given: dict[str, Any], name: str) -> bool:
