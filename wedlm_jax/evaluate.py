@@ -31,7 +31,7 @@ from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.data.tokenizer import decoder_behind, encode_text
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
@@ -310,7 +310,8 @@ def show_one_decode(plan: Plan, console: Console) -> None:
     )
     console.print(Text(problem.prompt), style="dim")
     assert model.tokenizer is not None  # or its prompt could not have been encoded
-    pieces = [model.tokenizer.decode([i]) for i in completion.ids]
+    decode = decoder_behind(model.tokenizer)
+    pieces = [decode([i]) for i in completion.ids]
     console.print(
         coloured_by_step(pieces, filling_steps(completion, len(prompt)), colour=console.color_system is not None)
     )

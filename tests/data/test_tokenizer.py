@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from tests.data.tiny import config_of
+from tests.data.tiny import config_of, sentencepiece
 from tests.data.tiny import tokenizer as tiny_tokenizer
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
@@ -21,6 +21,7 @@ from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import (
     SPECIAL_TOKENS,
     TokenizerConfig,
+    decoder_behind,
     encode_text,
     encode_with_control_tokens,
     load_tokenizer,
@@ -150,3 +151,15 @@ def test_a_table_has_rows_for_the_largest_id_whatever_ids_are_missing(tmp_path):
     np.save(tmp_path / "b.npy", np.array([0, 331], np.int32))
     with pytest.raises(BadRecord, match="token 331 at place 1 is none of the tokenizer's, 0 to 330"):
         Documents(config_of(tmp_path / "b.npy", "tokens"), gaps, 0, "train")[0]
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer, sentencepiece])
+@pytest.mark.parametrize("text", ["a rat ate", "tee:\n    return a", "  a  nut", "é世 a🙂 a"])
+def test_the_text_of_a_prompt_and_the_text_behind_it_are_the_whole_text(tokenizer, text):
+    """No space is lost where a text is cut, and half a character is none of either."""
+    ids = encode_text(tokenizer(), text)
+    assert tokenizer().decode(ids) == text
+    halves = [(tokenizer().decode(ids[:cut]), decoder_behind(tokenizer())(ids[cut:])) for cut in range(1, len(ids) + 1)]
+    whole = [before + behind for before, behind in halves if "\N{REPLACEMENT CHARACTER}" not in before + behind]
+    assert whole == [text] * len(whole)
+    assert len(whole) > 1

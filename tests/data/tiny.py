@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.packing import PackedBatch
@@ -24,6 +25,20 @@ BLOCK_SIZE = 4
 def tokenizer() -> PreTrainedTokenizerBase:
     """Ours, with its ChatML template."""
     return train_tokenizer([" ".join(WORDS)] * 3, 320)
+
+
+@functools.cache
+def sentencepiece() -> PreTrainedTokenizerBase:
+    """Of the kind of Llama 2's: a text begins with a space of the tokenizer's own, which decoding drops."""
+    control, pieces = ["<unk>", "<s>", "</s>"], ["▁", *"aretun", "▁a", "▁▁", "▁▁▁▁"]
+    names = [*control, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    merges = [("▁", "a"), ("▁", "▁"), ("▁▁", "▁▁")]
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def sentence(number: int, length: int = 6) -> str:

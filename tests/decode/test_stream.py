@@ -10,9 +10,13 @@ import pytest
 from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.data.tokenizer import IM_END, MASK, train_tokenizer
 from wedlm_jax.decode import generation
+from wedlm_jax.decode.generation import completion
 from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.stats import Stats
+from wedlm_jax.decode.text import Pieces
 from wedlm_jax.errors import UserError
 
+from ..data.tiny import sentencepiece
 from .models import config_of, reciting_model, tiny_model
 
 TEXT = "é世🙂 ok\n"  # characters of 2, 3 and 4 bytes
@@ -63,6 +67,25 @@ def test_a_character_cut_by_the_limit_is_shown_alike_by_both(limit):
     whole = generate(model, ["x"], config)[0]
     assert "".join(piece.text for piece in stream(model, "x", config)) == whole.text
     assert (len(whole.ids), whole.finish_reason) == (limit, "length")
+
+
+@pytest.mark.parametrize("stop, text", [((), "    🙂世 a"), (("世",), "    🙂"), (("    ",), "")])
+def test_the_text_of_sentencepiece_has_its_first_space_and_grows_character_by_character(stop, text):
+    """However many tokens come at once. Its own decoding drops that space, and half of 世 would hide 🙂 again."""
+    ids = sentencepiece().encode("tee    🙂世 a")[4:]
+    config = settings("ar", stop=stop)
+    for step in (1, 2, 5, len(ids)):
+        pieces, texts = Pieces(sentencepiece(), config), []
+        for come in (ids[:count] for count in range(step, len(ids) + step, step)):
+            kept = pieces.up_to_stop(come) if stop else None
+            commit = pieces.next(come if kept is None else come[:kept], finished=kept is not None or come == ids)
+            texts += [commit.text] if commit else []
+            if kept is not None:
+                break
+        assert "".join(texts) == text
+        assert kept == {(): None, ("世",): 8, ("    ",): 1}[stop]
+    reader = Model(None, None, sentencepiece())  # type: ignore[arg-type]
+    assert completion(reader, config, ids[:kept], "length", Stats(0, 0, 0)).text == text
 
 
 def test_bytes_that_are_no_character_do_not_hold_the_text_back():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.prompts import encode_prompt, render_messages
 from wedlm_jax.engine import Ticket
 from wedlm_jax.errors import UserError
@@ -58,7 +59,9 @@ class Conversation:
         if ids and ids[-1] in (answer.request.config.stop_ids or ()):
             ids = ids[:-1]  # the template writes it
         self._text, self._ids = self._prompt_text(said) + reply, [*answer.request.prompt, *ids]
-        if self._model.tokenizer.decode(ids) != reply:  # cut at a stop string: the tokens say more than the text
+        if (
+            decoder_behind(self._model.tokenizer)(ids) != reply
+        ):  # cut at a stop string: the tokens say more than the text
             self._ids = []
         self._messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.engine import Ticket
 
 MASK, HALF_CHARACTER = "·", "\N{REPLACEMENT CHARACTER}"
@@ -81,12 +82,13 @@ class TerminalScreen:
 
 def window_text(window: list[int | None], tokenizer: Any) -> Text:
     """Filled tokens as text, masks as dim dots; tokens that make half a character are dots too, control tokens nothing."""
+    decode = decoder_behind(tokenizer)
     shown, run = Text(), []
     for token in [*window, None]:
         if token is not None:
             run.append(token)
             continue
-        text = tokenizer.decode(run, skip_special_tokens=True).replace("\n", " ")
+        text = decode(run, skip_special_tokens=True).replace("\n", " ")
         shown.append(text.replace(HALF_CHARACTER, MASK), style="cyan").append(MASK, style="dim")
         run = []
     return shown[:-1] if window else Text()

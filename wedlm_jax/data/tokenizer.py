@@ -7,11 +7,13 @@ one or two digits, with its space, can be one token: " 17" is looked up and not 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -129,6 +131,40 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
     """Token ids of a prompt, or of what a chat template wrote: `<|im_end|>` in it is the control token."""
     with _ENCODING:
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+
+
+def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    """What gives the text of ids that stand behind other text, of which further ids change no whole character; options as of
+    `tokenizer.decode`.
+
+    A tokenizer of SentencePiece's kind, as Llama 2's, takes the space before a text's first word for its own and drops it, by
+    which an answer would be glued to its prompt, and a line of code lose one of its spaces. And where it spells characters by
+    bytes, half a character would hide those right before it.
+    """
+    decode = _decoder_with_spaces(tokenizer)
+    a_byte = tokenizer.convert_tokens_to_ids("<0x41>")
+    if a_byte is None or decode([a_byte]) != "A":
+        return decode
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    byte_of = {token: byte for byte, token in enumerate(tokenizer.convert_tokens_to_ids(names))}
+
+    def decode_bytes_apart(ids: Sequence[int], **options: Any) -> str:
+        runs = itertools.groupby(ids, key=byte_of.__contains__)
+        return "".join(
+            bytes(byte_of[token] for token in run).decode(errors="replace") if bytes_only else decode([*run], **options)
+            for bytes_only, run in runs
+        )
+
+    return decode_bytes_apart
+
+
+def _decoder_with_spaces(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    """`tokenizer.decode`, but with the space that it would drop."""
+    before, both = (encode_text(tokenizer, text) for text in ("a", "a a"))
+    if both[: len(before)] != before or tokenizer.decode(both[len(before) :]) != "a":
+        return tokenizer.decode
+    length = len(tokenizer.decode(before))
+    return lambda ids, **options: tokenizer.decode([*before, *ids], **options)[length:]
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:

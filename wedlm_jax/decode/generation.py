@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.config import DecodeConfig, RowSettings, at_least_one, integer
 from wedlm_jax.decode.loop import COUNTERS, HostProgress, Program, run, run_steps, run_stepwise, start, when_emitted
 from wedlm_jax.decode.prompts import Prompt, encode_prompt
 from wedlm_jax.decode.state import RUNNING, STOPPED, DecodeState, StepRecord, placed_as
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
-from wedlm_jax.decode.text import Commit, Pieces, ids_up_to_stop, text_of
+from wedlm_jax.decode.text import Commit, Decode, Pieces, ids_up_to_stop, text_of
 from wedlm_jax.decode.trace import trace_entry
 from wedlm_jax.errors import UserError, out_of_memory, shown
 from wedlm_jax.model.handle import Model
@@ -226,6 +228,10 @@ class Batch:
     def _has_stop_strings(self) -> bool:
         return any(r.config.stop for r in self.requests)
 
+    @functools.cached_property
+    def _decode(self) -> Decode:
+        return decoder_behind(self.model.tokenizer)
+
     def _set_back_to_stop_strings(self, state: DecodeState, progress: HostProgress, ran: np.ndarray) -> DecodeState:
         """After the steps of `progress`: a row that `ran` (bool [B]) and whose text is found to hold a stop string is set back to
         the step that completed it, and is finished."""
@@ -244,7 +250,7 @@ class Batch:
         """The fewest of the row's `ids` whose text holds a stop string. Those of a row that has just met a stop id are read
         too: the string may have come before it."""
         stop = self.requests[row].config.stop
-        return ids_up_to_stop(self.model.tokenizer.decode, ids, stop, checked) if stop else None
+        return ids_up_to_stop(self._decode, ids, stop, checked) if stop else None
 
 
 def _counters(state: DecodeState) -> dict[str, np.ndarray]:
@@ -253,7 +259,9 @@ def _counters(state: DecodeState) -> dict[str, np.ndarray]:
 
 def completion(model: Model, config: DecodeConfig, ids: list[int], reason: FinishReason, stats: Stats) -> Completion:
     """A finished row as it is handed out. `config.stop_ids` is resolved."""
-    text = None if model.tokenizer is None else text_of(model.tokenizer.decode, ids, config, finished=True)
+    text = None
+    if model.tokenizer is not None:
+        text = text_of(decoder_behind(model.tokenizer), ids, config, finished=True)
     return Completion(ids, reason, stats, text)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.config import DecodeConfig
 
-Decode = Callable[[list[int]], str]  # of a tokenizer: the text of ids
+Decode = Callable[[list[int]], str]  # the text of ids, by `decoder_behind` a prompt
 
 
 class Commit(NamedTuple):
@@ -21,7 +22,8 @@ class Pieces:
     """Hands a growing row out as commits, which join to its ids and to its text."""
 
     def __init__(self, tokenizer: Any | None, config: DecodeConfig):
-        self._tokenizer, self._config = tokenizer, config
+        self._behind: Decode | None = None if tokenizer is None else decoder_behind(tokenizer)
+        self._config = config
         self._sent_ids, self._sent_text = 0, ""
         self._decoded = (0, "")  # the last text, and of how many ids: a row only grows
 
@@ -32,7 +34,7 @@ class Pieces:
     def next(self, ids: list[int], finished: bool) -> Commit | None:
         """What is new in `ids`, all that the row has committed so far; None if that is nothing."""
         text = None
-        if self._tokenizer is not None:
+        if self._behind is not None:
             text = text_of(self._decode, ids, self._config, finished)
             text = text if finished else _stable_prefix(text, self._config.stop)
         piece = None if text is None else text[len(self._sent_text) :]
@@ -44,8 +46,8 @@ class Pieces:
 
     def _decode(self, ids: list[int]) -> str:
         if self._decoded[0] != len(ids):
-            assert self._tokenizer is not None
-            self._decoded = len(ids), self._tokenizer.decode(ids)
+            assert self._behind is not None
+            self._decoded = len(ids), self._behind(ids)
         return self._decoded[1]
 
 

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.scores import Scores, score
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.decode.text import Commit
@@ -36,6 +37,7 @@ class Answer:
 
     def __init__(self, model: Model, name: str, asked: Asked, tickets: Sequence[Ticket], *, chat: bool):
         self._model, self._asked, self._tickets, self._chat = model, asked, tickets, chat
+        self._behind = None if model.tokenizer is None else decoder_behind(model.tokenizer)
         self._kind = "chat.completion" if chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -130,7 +132,7 @@ class Answer:
 
     def _token_name(self, token: int) -> str:
         """Clients compare tokens by name, and every half of a character would have the same: those go by their ids."""
-        name = self._name([token])
+        name = str([token]) if self._behind is None else self._behind([token])
         return f"token_id:{token}" if "\N{REPLACEMENT CHARACTER}" in name else name
 
     def _usage(self) -> Json:
