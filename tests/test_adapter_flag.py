@@ -115,8 +115,9 @@ def test_every_command_that_reads_messages_takes_variables_of_their_template(com
         raise UserError("enough")
 
     monkeypatch.setattr(pretrained, "load", load)
+    messages = {"generate.__main__": ["--message", "Anna has"], "chat.__main__": []}.get(command, COMMANDS[command])
     for flags in ([], ["--chat-template-kwargs", '{"enable_thinking": false}'], ["--chat-template-kwargs", "false"]):
-        assert run(monkeypatch, command, "--model", "base", *flags, *COMMANDS[command]) == 2
+        assert run(monkeypatch, command, "--model", "base", *flags, *messages) == 2
     assert asked == [None, {"enable_thinking": False}]
     assert "error: --chat-template-kwargs='false': must be an object" in capsys.readouterr().err
 

@@ -477,6 +477,7 @@ def test_a_bad_line_is_named_before_anything_is_decoded_and_the_old_output_stays
         ((), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
         (("--prompt", "a", "--input", "b"), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
         (("--prompt", "a", "--message", "b"), "give one of --prompt TEXT, --message TEXT and --input IN.jsonl"),
+        (("--prompt", "a", "--chat-template-kwargs", "{}"), "--chat-template-kwargs does nothing to --prompt"),
         (("--prompt", ""), "--prompt is empty"),
         (("--input", "nowhere.jsonl"), "nowhere.jsonl: cannot be read"),
         (("--prompt", "a", "--output", "nowhere/out.jsonl"), "the folder nowhere does not exist"),

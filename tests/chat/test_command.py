@@ -116,6 +116,7 @@ def test_a_base_model_continues_text_only_when_asked(piped, folder, capsys):
         (("--system", "\udcff"), "'\\udcff' at character"),
         (("--nonsense",), "nonsense"),
         (("--plain", "--system", "x"), "--system needs the chat template"),
+        (("--plain", "--chat-template-kwargs", "{}"), "--chat-template-kwargs needs the chat template"),
     ],
 )
 def test_bad_flags_are_one_line(piped, capsys, flags, complaint):

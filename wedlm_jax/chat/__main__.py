@@ -52,6 +52,8 @@ def chat(args: Chat, console: Console) -> None:
     fails."""
     if args.context is not None and args.context < SMALLEST_CONTEXT:
         raise UserError(f"--context {args.context}: leaves no room for a conversation; at least {SMALLEST_CONTEXT}")
+    if args.plain and args.chat_template_kwargs is not None:
+        raise UserError("--chat-template-kwargs needs the chat template; leave out --plain")
     notes = console if console.is_terminal else Console(stderr=True)  # what is not the answer
     model = args.load()
     conversation = Conversation(model, plain=args.plain, system=args.system)
