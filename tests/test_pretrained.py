@@ -115,6 +115,11 @@ def test_an_adapter_is_no_model(tmp_path, beside):
         load(tmp_path)
 
 
+def test_an_adapter_of_the_hub_says_how_it_is_fetched():
+    with pytest.raises(UserError, match="^owner/name: no such directory; .* hf download owner/name --local-dir DIR$"):
+        pretrained.locate_adapter("owner/name")
+
+
 @pytest.mark.parametrize("path", [None, "", 3])
 def test_a_path_that_names_nothing_is_refused(path):
     with pytest.raises(UserError, match="name a directory, or a hub id"):

@@ -158,7 +158,8 @@ def locate_adapter(path: str | Path) -> Path:
     directory = Path(split_step(path)[0])
     if not directory.is_dir():
         what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
-        raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT")
+        fetched = f", and of the hub fetched by hf download {path} --local-dir DIR" if is_hub_id(path) else ""
+        raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT{fetched}")
     if not is_adapter(directory) and (directory / "config.json").is_file():
         raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
     _require_steps(path, directory)

@@ -343,6 +343,17 @@ def test_weights_in_folders_of_a_hub_model_are_not_fetched(monkeypatch, tmp_path
     assert fetched[-1] == ["model.safetensors", "additional_chat_templates/rag.jinja"]
 
 
+def test_an_adapter_of_the_hub_is_told_to_be_one(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo, **patterns: str(tmp_path))
+    with pytest.raises(
+        UserError, match="^owner/name: an adapter and no model; .* hf download owner/name --local-dir DIR"
+    ):
+        load_hf("owner/name")
+
+
 def test_a_hub_model_without_safetensors_is_told(monkeypatch, tmp_path):
     import huggingface_hub
 

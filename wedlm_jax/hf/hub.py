@@ -6,13 +6,15 @@ import re
 from pathlib import Path
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.hf import peft
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.hf.shards import INDEX_FILE
 from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 
 DESCRIPTION = (
-    "config.json", GENERATION_FILE, CALIBRATION_FILE, WINDOWS_FILE, INDEX_FILE, *TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*.jinja"
+    "config.json", GENERATION_FILE, CALIBRATION_FILE, WINDOWS_FILE, INDEX_FILE, *TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*.jinja",
+    peft.FILE,
 )  # fmt: skip
 WEIGHTS = "*.safetensors"
 _MEND = "name the repository of the original weights as safetensors"
@@ -34,6 +36,11 @@ def fetch_description(hub_id: str) -> Path:
     """
     directory = _fetch(hub_id, DESCRIPTION)
     file = directory / "config.json"
+    if (directory / peft.FILE).is_file() and not file.is_file():
+        raise UserError(
+            f"{hub_id}: an adapter and no model; load its base, and beside it what hf download {hub_id} --local-dir DIR fetches: "
+            "--model BASE --adapter DIR"
+        )
     if not file.is_file():
         raise UserError(f"{hub_id}: no config.json, as in repositories of GGUF files; {_MEND}")
     from_hf(read_json(file), Path(hub_id) / file.name)
