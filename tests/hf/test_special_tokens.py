@@ -192,6 +192,17 @@ def test_tokenizer_files_are_carried_along_unchanged(copy_of, tmp_path):
     assert tokenizer_in(tmp_path / "out")("w1 w2")["input_ids"] == [1, 2]
 
 
+def test_a_tokenizer_model_alone_is_warned_of_and_carried_along(tmp_path, copy_of):
+    directory = copy_of("qwen3_plain")
+    (directory / "tokenizer.model").write_bytes(b"pieces")
+    with pytest.warns(UserWarning, match="no tokenizer, as tokenizer.model is not read here; write its tokenizer.json"):
+        model = load_hf(directory)
+    assert model.tokenizer is None
+    for _ in range(2):  # over an earlier export as well
+        save_hf(model, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"pieces"
+
+
 def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):
     model = load_hf(copy_of("qwen3_plain"))
     model.tokenizer, model.files = tokenizer(eos_token="<|end|>", pad_token="w1"), None

@@ -22,6 +22,7 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",  # for other tools: nothing here reads it
     "chat_template.jinja",
     "chat_template.json",
 )
@@ -33,8 +34,15 @@ OFFICIAL_MASK_TOKEN_ID = 151_665
 
 
 def tokenizer_in(directory: Path) -> Any | None:
-    """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none."""
+    """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none, and with a warning where
+    it has a tokenizer.model alone."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        if (directory / "tokenizer.model").is_file():
+            warnings.warn(
+                f"{directory}: no tokenizer, as tokenizer.model is not read here; write its tokenizer.json with transformers: "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
+                stacklevel=3,
+            )
         return None
     return load_tokenizer(directory)
 
