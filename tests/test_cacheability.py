@@ -38,6 +38,7 @@ def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, mode
         "counting: streaming commits 95% of the filled tokens by the next forward with streaming, each, tau=inf" in said
     )
     assert "best p_cache among settings at least" in said
+    assert "counting: of 2 completions 2 (AR) were cut at max_new_tokens=6" in said
     for title in (said, figures[0].get_suptitle()):  # what is not the default
         assert "window_size=4, block_size=4, max_new_tokens=6" in " ".join(title.split())
 

@@ -20,7 +20,7 @@ from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
-from wedlm_jax.evals.show import P_CACHE_NOTE, device, points_table, ran
+from wedlm_jax.evals.show import P_CACHE_NOTE, cut_short, device, points_table, ran
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
@@ -100,6 +100,8 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
         console.print(points_table(ar, points, f"{args.model}: {name}, n = {ar.n}, {how}"))
         for line in findings(name, points):
             console.print(line, highlight=False, markup=False)
+        for line in cut_short([ar]):
+            console.print(line, style="yellow", markup=False)
     console.print(P_CACHE_NOTE, style="dim")
     if args.out is not None:
         points_of = {name: points for name, (_, points) in measured.items()}
