@@ -24,8 +24,8 @@ from wedlm_jax.version import __version__
 
 P_CACHE_NOTE = (
     "p_cache (Eq. 4): generated tokens over token instances processed. It counts a token once as a mask and once as itself, "
-    "so streaming stays at or below 0.5; block-wise may pass it, as its last block is never fed again; AR feeds every token "
-    "once, which is 1."
+    "so streaming stays at or below 0.5, but for the AR tokens of verify=fallback; block-wise may pass it, as its last block is "
+    "never fed again; AR feeds every token once, which is 1."
 )
 
 
