@@ -13,7 +13,7 @@ from wedlm_jax.evals.scoring import choice, formula, number, one_form, only_form
         ("The answer is 18.\n####", "18"),
         ("#### The result is 2 * 9 = 18", "18"),
         ("####18", "18"),
-        ("#### 1. First step\n2 * 9 = 18\n#### 2) The end\n#### 18.", "18"),  # headings of a chat model
+        ("#### 1. First step\n2 * 9 = 18\n#### 2) The end\n#### 3: Or not\n#### 18.", "18"),  # headings of a chat model
         ("#### 1. First step\nShe has 18.", "18"),
         ("She has 12 eggs, so she sells them for $1,200.50.", "1200.5"),
         ("The field measures 1{,}200 m^2, at 3 kg m^{-2}.", "3"),

@@ -13,7 +13,7 @@ _NUMBER = re.compile(
     r"(?<![0-9.])(?P<minus>(?<!\w)-)?[$€£¥₹]?(?P<digits>(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
 )
 # Chat models number their headings so: "#### 1. First step".
-_MARKED = re.compile(r"####[ \t]*(?![0-9]+[.)][ \t]+\S)" + _NUMBER.pattern)
+_MARKED = re.compile(r"####[ \t]*(?![0-9]+[.):][ \t]+\S)" + _NUMBER.pattern)
 # A and I that begin or go on a sentence are words: "A train", "I think", but not "A because".
 # A small one counts in brackets, but not as the i of a list nor as an argument: (b), not (i) and f(b). An apostrophe ends a
 # letter as a quotation mark alone: 'B', but not I'm and A's.
