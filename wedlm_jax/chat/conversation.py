@@ -59,9 +59,7 @@ class Conversation:
         if ids and ids[-1] in (answer.request.config.stop_ids or ()):
             ids = ids[:-1]  # the template writes it
         self._text, self._ids = self._prompt_text(said) + reply, [*answer.request.prompt, *ids]
-        if (
-            decoder_behind(self._model.tokenizer)(ids) != reply
-        ):  # cut at a stop string: the tokens say more than the text
+        if decoder_behind(self._model.tokenizer)(ids) != reply:  # cut at a stop string: the tokens say more
             self._ids = []
         self._messages += [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
 
