@@ -145,8 +145,7 @@ def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     a_byte = tokenizer.convert_tokens_to_ids("<0x41>")
     if a_byte is None or decode([a_byte]) != "A":
         return decode
-    names = [f"<0x{byte:02X}>" for byte in range(256)]
-    byte_of = {token: byte for byte, token in enumerate(tokenizer.convert_tokens_to_ids(names))}
+    byte_of = {tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"): byte for byte in range(256)}
 
     def decode_bytes_apart(ids: Sequence[int], **options: Any) -> str:
         runs = itertools.groupby(ids, key=byte_of.__contains__)
@@ -158,7 +157,7 @@ def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     return decode_bytes_apart
 
 
-def _decoder_with_spaces(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+def _decoder_with_spaces(tokenizer: Any) -> Callable[..., str]:
     """`tokenizer.decode`, but with the space that it would drop."""
     before, both = (encode_text(tokenizer, text) for text in ("a", "a a"))
     if both[: len(before)] != before or tokenizer.decode(both[len(before) :]) != "a":
