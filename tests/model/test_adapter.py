@@ -232,3 +232,7 @@ def test_missing_and_extra_pairs_are_refused():
         transformer_from(config, {name: x for name, x in own.items() if not name.endswith("up_proj.lora_b")})
     with pytest.raises(UserError, match="mask_embedding"):
         transformer_from(dataclasses.replace(config, adapter=ON_ALL), own)
+
+
+def test_targets_may_be_a_list():
+    assert hash(AdapterConfig(targets=["q_proj"])) == hash(AdapterConfig(targets=("q_proj",)))

@@ -47,6 +47,7 @@ class AdapterConfig:
             raise UserError(f"adapter.alpha={self.alpha!r} must be a number")
         if not isinstance(self.targets, tuple | list):
             raise UserError(f"adapter.targets={self.targets!r} must be a tuple of projections")
+        object.__setattr__(self, "targets", tuple(self.targets))  # programs are compiled for it, so it has a hash
         if self.rank < 1:
             raise UserError(f"adapter.rank={self.rank} must be at least 1")
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
