@@ -179,3 +179,15 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path, monkeypat
     monkeypatch.setattr(export, "whole_directory", lambda target: pytest.fail("wrote something"))
     with pytest.raises(UserError, match="disk: is a mount point, .*; name a folder inside it"):
         save_hf(load_hf(MODEL), tmp_path / "disk")
+
+
+@pytest.mark.parametrize("path", [".", "../here"])
+def test_the_current_folder_is_refused_before_anything_is_written(tmp_path, monkeypatch, path):
+    """It would be replaced under who is in it, who would then see an empty one."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(
+        UserError, match="here: is the current folder, which cannot be replaced whole; name a folder inside"
+    ):
+        save_hf(load_hf(MODEL), path)
+    assert names(tmp_path) == {"here"} and not any(tmp_path.joinpath("here").iterdir())

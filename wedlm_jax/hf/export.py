@@ -126,7 +126,7 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
       is_ours, what: whether a directory that is not empty is one of ours, and what it then is.
 
     Raises:
-      UserError: it is a file or a mount point, holds a file of another, or is not ours.
+      UserError: it is a file, a mount point or the current folder, holds a file of another, or is not ours.
     """
     if not target.exists():
         return
@@ -134,6 +134,8 @@ def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Calla
         raise UserError(f"{target}: is a file; name a directory")
     if os.path.ismount(target):
         raise UserError(f"{target}: is a mount point, which cannot be replaced whole; name a folder inside it")
+    if target.samefile(os.curdir):  # whoever is in it would be left in the old one, in which nothing is
+        raise UserError(f"{target}: is the current folder, which cannot be replaced whole; name a folder inside it")
     names = sorted(entry.name for entry in target.iterdir())
     foreign = [name for name in names if not is_written(name)]
     if foreign or (names and not is_ours(target)):
