@@ -60,6 +60,7 @@ def test_a_number_is_the_first_behind_a_mark_or_the_last_one_and_is_written_in_o
         ("Both (a) and (B) are wrong, so it is **[d]**", "D"),
         ("Option A: too low.\nOption B: too high.\nThe answer is option C, not B.", "C"),
         ("Option A is too low, option B too high. The correct option is C, not B.", "C"),
+        ("Answer choice A is too low. The correct answer is choice D, not C.", "D"),
         ("Option A weighs 3 and option B weighs 4, so it is (B)", "B"),
         ("I take option C, for A and B are wrong", "C"),
         ("The answer is 'B', not 'C'", "B"),

@@ -23,8 +23,9 @@ _LETTER = (
     r"|(?<=['\u2018])(?<!\w['\u2018])[A-J](?=['\u2019](?!\w))"
 )
 _OPENED = r"\s*[(\[*\"'\u2018\u201c]*"
-_ANSWER = re.compile(rf"\b(?i:answer)(?i:\s+is)?\s*[:=]?(?i:\s*(?:choice|option))?{_OPENED}({_LETTER})")
-_CHOSEN = re.compile(rf"\b(?i:choice|option)(?:(?i:\s+is)\s*[:=]?|\s*[:=]){_OPENED}({_LETTER})")
+_IS = r"(?:(?i:\s+is)\s*[:=]?|\s*[:=])"
+_ANSWER = re.compile(rf"\b(?i:answer)(?:{_IS}(?i:\s*(?:choice|option))?)?{_OPENED}({_LETTER})")
+_CHOSEN = re.compile(rf"\b(?i:choice|option){_IS}{_OPENED}({_LETTER})")
 _OPTION = re.compile(rf"\b(?i:choice|option){_OPENED}({_LETTER})")
 _FIRST = re.compile(rf"{_OPENED}({_LETTER})")
 _ALONE = re.compile(r"\W*([a-jA-J])\W*")
