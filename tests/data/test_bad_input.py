@@ -202,6 +202,16 @@ def test_a_split_without_documents_ends_and_says_which(tmp_path, split, share, m
         next(stream(config_of(path, held_out_share=share), split=split))
 
 
+def test_a_single_held_out_document_comes_to_every_group_however_long_it_takes(tmp_path):
+    """A group meets it in some epochs alone: none in three of them is no sign that it is not there."""
+    lines = [json.dumps(chat(number)) for number in range(200)]
+    held_out = [line for line in lines if split_by_hash(line.encode(), 0.02) == "held_out"]
+    trained = [line for line in lines if line not in held_out]
+    path = write_lines(tmp_path / "chat.jsonl", [*trained[:49], held_out[0]])
+    batch = next(stream(config_of(path, held_out_share=0.02, num_groups=4), split="held_out"))
+    assert (batch.segment_ids.max(axis=1) > 0).all()
+
+
 def test_what_was_handed_out_before_a_bad_record_stays_valid(tmp_path):
     """The state is of the last good batch; with the record mended, the stream goes on from it."""
     records = [chat(number) for number in range(24)]

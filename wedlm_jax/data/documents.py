@@ -139,8 +139,15 @@ class Documents:
         # The groups share out each part's order as they share out the documents, so a record still comes once an epoch.
         return number, self._orders[number][drawn * self._config.num_groups + group]
 
+    def hold_examples(self, part: int | None) -> bool:
+        """Whether a part, or where that is None any, has an example at all: read in the order of its records, up to the first."""
+        parts = range(len(self._sources)) if part is None else (part,)
+        return any(self._read(number, place, 0).examples for number in parts for place in range(self.records[number]))
+
     def __getitem__(self, index: int) -> Document:
-        number, place = self._place(index)
+        return self._read(*self._place(index), index)
+
+    def _read(self, number: int, place: int, index: int) -> Document:
         source = self._sources[number]
         raw = source.fetch(place)
         if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:

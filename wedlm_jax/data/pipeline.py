@@ -180,9 +180,15 @@ def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> 
         skipped += document.skipped is not None
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
-        for drought, name in ((whole, None), (parts[document.part], documents.names[document.part])):
+        for drought, part in ((whole, None), (parts[document.part], document.part)):
             if not drought.see(document):
                 continue
+            if documents.hold_examples(
+                part
+            ):  # so few that this group, whose records are others in each epoch, met none
+                drought.end()
+                continue
+            name = None if part is None else documents.names[part]
             why = "; give it more records" if documents.share_is_fixed else f"; {_OTHER_SHARE[split]}"
             if drought.reason:
                 why = f" but bad records, the last: {drought.reason}"
@@ -198,17 +204,20 @@ class _Drought:
     """Documents in a row without an example."""
 
     def __init__(self, records: int):
-        self._longest = 3 * records + 100  # after so many there will be none
+        self._longest = 3 * records + 100  # after so many there may be none
         self._length = 0
         self.reason: str | None = None  # why the last bad record was skipped
 
     def see(self, document: Document) -> bool:
         """Counts one more, and says whether they have just become too many."""
         if document.examples:
-            self._length, self.reason = 0, None
+            self.end()
         else:
             self._length, self.reason = self._length + 1, document.skipped or self.reason
         return self._length == self._longest + 1
+
+    def end(self) -> None:
+        self._length, self.reason = 0, None
 
 
 def batches(
