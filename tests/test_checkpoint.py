@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from tests.bad_input import cut, full_disk
-from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh
+from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax import checkpoint as checkpoint_module
 from wedlm_jax.checkpoint import Checkpoints, chosen_step, load_params, saved_steps
 from wedlm_jax.errors import UserError
 from wedlm_jax.kept_checkpoints import steps_to_keep
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import MeshConfig, make_mesh
+from wedlm_jax.train import train
 from wedlm_jax.train_state import abstract_state
 
 ABSTRACT = abstract_state(MODEL, SETTINGS.optimizer, one_device_mesh())
@@ -306,6 +307,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="checkpoints: permission denied; nothing can be saved"):
         Checkpoints(tmp_path, keep=1)
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?", "a\\b"])
+def test_a_workdir_that_is_a_pattern_to_orbax_is_refused(tmp_path, name):
+    """In the first and last of them nothing that was saved could be read, though the run ended well."""
+    with pytest.raises(UserError, match="no checkpoint there could be read, since orbax takes"):
+        train(EXPERIMENT, tmp_path / name / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_workdir_below_a_file_is_named(tmp_path):

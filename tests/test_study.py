@@ -12,6 +12,7 @@ from rich.console import Console
 
 from tests.bad_input import full_disk
 from wedlm_jax import checkpoint, train
+from wedlm_jax.checkpoint import refuse_pattern
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
@@ -91,9 +92,11 @@ def test_how_a_stage_is_evaluated_reaches_its_evaluation(tmp_path):
 
 def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for start in ("runs/base@best", "runs/base@500", "~/base@best"):
-        slug = Path(Stage("base", (f"init_from={start}",)).slug)
+    mixture = 'data.mixture=[{"source": "text", "path": "texts/*.txt"}]'
+    for override in ("init_from=runs/base@best", "init_from=runs/base@500", "init_from=~/base@best", mixture):
+        slug = Path(Stage("base", (override,)).slug)
         assert checked_workdir(slug) == slug and len(slug.parts) == 1
+        refuse_pattern(slug)
 
 
 @pytest.mark.parametrize("file", ["config.json", "adapter.json", "adapter_config.json"])

@@ -216,6 +216,16 @@ class _Manager(ocp.CheckpointManager):
             raise
 
 
+def refuse_pattern(workdir: Path) -> None:
+    """Raises a `UserError` where the path of a workdir is a pattern to orbax, which finds by one what it joins into a checkpoint:
+    it would write some there that nobody can read, or join those of another folder."""
+    if found := sorted(set("*?[\\").intersection(str(workdir.absolute()))):
+        raise UserError(
+            f"{workdir.absolute()}: no checkpoint there could be read, since orbax takes {' and '.join(found)} in a path for a "
+            "pattern; choose another --workdir"
+        )
+
+
 def load_params(
     workdir: str | Path, step: Step = None, mesh: Mesh | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:

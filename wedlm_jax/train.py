@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import Checkpoints
+from wedlm_jax.checkpoint import Checkpoints, refuse_pattern
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
@@ -133,6 +133,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
     """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
+    refuse_pattern(workdir)
     experiment.require_model()
     experiment.data.parts  # noqa: B018  a source that misses a field is told before a model is fetched
     require_same_settings(experiment)
@@ -195,9 +196,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         # 2. else the model of init_from, with a fresh optimizer;
         # 3. else fresh parameters from the seed.
         start = 0
-        frozen = None
-        if resumed and model_file.base is not None:
-            frozen = base_params(workdir, settings.model.param_dtype, mesh)
+        has_base = resumed and model_file.base is not None
+        frozen = base_params(workdir, settings.model.param_dtype, mesh) if has_base else None
         abstract = abstract_state(settings.model, settings.optimizer, mesh)
         restored = checkpoints.restore(abstract, frozen) if resumed else None
         if restored is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,8 +22,9 @@ class Stage:
 
     @property
     def slug(self) -> str:
-        """A folder name that tells stages apart, and names no checkpoint of another folder as `runs/base@best` does."""
-        return "+".join((self.experiment.replace(":", "."), *self.overrides)).replace("/", "_").replace("@", "_")
+        """A folder name that tells stages apart, names no checkpoint of another folder as `runs/base@best` does, and is no
+        pattern."""
+        return re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
 
 
 @dataclasses.dataclass(frozen=True)
