@@ -16,7 +16,7 @@ import pytest
 from tests.bad_input import cut, full_disk
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax import checkpoint as checkpoint_module
-from wedlm_jax.checkpoint import Checkpoints, chosen_step, load_params, saved_steps
+from wedlm_jax.checkpoint import Checkpoints, chosen_step, load_params, refuse_unfit_path, saved_steps
 from wedlm_jax.errors import UserError
 from wedlm_jax.kept_checkpoints import steps_to_keep
 from wedlm_jax.model_file import ModelFile
@@ -315,6 +315,17 @@ def test_a_workdir_that_is_a_pattern_to_orbax_is_refused(tmp_path, name):
     with pytest.raises(UserError, match="no checkpoint there could be read, since orbax takes"):
         train(EXPERIMENT, tmp_path / name / "run")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_workdir_with_letters_that_others_read_in_another_encoding_is_refused(tmp_path, monkeypatch):
+    """With LANG=en_US, as the locale of latin-1 is called: the tokenizer is written in Rust, arrays in C++."""
+    refuse_unfit_path(tmp_path / "Z\u00fcrich")
+    monkeypatch.setattr(checkpoint_module.sys, "getfilesystemencoding", lambda: "iso8859-1")
+    refuse_unfit_path(tmp_path / "Zurich")
+    with pytest.raises(
+        UserError, match="Z\u00fcrich: nothing can be saved there, .* iso8859-1 here, .* set PYTHONUTF8=1"
+    ):
+        refuse_unfit_path(tmp_path / "Z\u00fcrich")
 
 
 def test_a_workdir_below_a_file_is_named(tmp_path):

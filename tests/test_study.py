@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.bad_input import full_disk
 from wedlm_jax import checkpoint, train
-from wedlm_jax.checkpoint import refuse_pattern
+from wedlm_jax.checkpoint import refuse_unfit_path
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
@@ -96,7 +96,7 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
     for override in ("init_from=runs/base@best", "init_from=runs/base@500", "init_from=~/base@best", mixture):
         slug = Path(Stage("base", (override,)).slug)
         assert checked_workdir(slug) == slug and len(slug.parts) == 1
-        refuse_pattern(slug)
+        refuse_unfit_path(slug)
 
 
 @pytest.mark.parametrize("file", ["config.json", "adapter.json", "adapter_config.json"])

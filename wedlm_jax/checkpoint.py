@@ -216,13 +216,19 @@ class _Manager(ocp.CheckpointManager):
             raise
 
 
-def refuse_pattern(workdir: Path) -> None:
-    """Raises a `UserError` where the path of a workdir is a pattern to orbax, which finds by one what it joins into a checkpoint:
-    it would write some there that nobody can read, or join those of another folder."""
-    if found := sorted(set("*?[\\").intersection(str(workdir.absolute()))):
+def refuse_unfit_path(workdir: Path) -> None:
+    """Raises a `UserError` where the path of a workdir is not what orbax takes it for: a pattern, by which it finds what it joins
+    into a checkpoint, so that nobody could read that; or letters in another encoding than the UTF-8 that C++ and Rust read."""
+    path, encoding = str(workdir.absolute()), sys.getfilesystemencoding()
+    if found := sorted(set("*?[\\").intersection(path)):
         raise UserError(
-            f"{workdir.absolute()}: no checkpoint there could be read, since orbax takes {' and '.join(found)} in a path for a "
-            "pattern; choose another --workdir"
+            f"{path}: no checkpoint there could be read, since orbax takes {' and '.join(found)} in a path for a pattern; choose "
+            "another --workdir"
+        )
+    if not path.isascii() and encoding != "utf-8":
+        raise UserError(
+            f"{path}: nothing can be saved there, since Python takes names of files for {encoding} here, and others for UTF-8; "
+            "set PYTHONUTF8=1, or choose another --workdir"
         )
 
 

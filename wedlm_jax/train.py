@@ -13,7 +13,7 @@ import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
-from wedlm_jax.checkpoint import Checkpoints, refuse_pattern
+from wedlm_jax.checkpoint import Checkpoints, refuse_unfit_path
 from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
 from wedlm_jax.distributed import all_gather, is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
@@ -133,7 +133,7 @@ def train(experiment: Experiment, workdir: Path) -> bool:
 def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) -> bool:
     """`train`; `held` is what it holds from then on to its end, the workdir's lock."""
     config, objective = experiment.train, experiment.objective
-    refuse_pattern(workdir)
+    refuse_unfit_path(workdir)
     experiment.require_model()
     experiment.data.parts  # noqa: B018  a source that misses a field is told before a model is fetched
     require_same_settings(experiment)
