@@ -207,9 +207,8 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
             plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
             on_task=lambda rows: keep(plan, rows),
         )  # fmt: skip
-    title = f"{plan.title}: batches of {plan.config.batch_size}, {device(plan.mesh)}"
     if rows:
-        console.print(results_table(rows, title))
+        console.print(results_table(rows, f"{plan.title}: batches of {plan.config.batch_size}, {device(plan.mesh)}"))
     for line in cut_short(rows):
         console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows) | measured
