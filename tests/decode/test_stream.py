@@ -8,7 +8,7 @@ import functools
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
-from wedlm_jax.data.tokenizer import IM_END, MASK, train_tokenizer
+from wedlm_jax.data.tokenizer import IM_END, MASK, decoder_behind, train_tokenizer
 from wedlm_jax.decode import generation
 from wedlm_jax.decode.generation import completion
 from wedlm_jax.decode.prompts import encode_prompt
@@ -175,6 +175,7 @@ def test_drafts_behind_a_stop_string_count_as_little_as_behind_the_last_token(lo
 def test_after_a_forward_each_running_text_is_looked_at_once_and_a_finished_one_no_more(monkeypatch):
     """But for the new tokens of the one that completes a stop string."""
     model, looked, decode = reciter("ab. and so on", end=True), [], tokenizer().decode
+    decoder_behind(tokenizer())  # how it decodes is found out once
     monkeypatch.setattr(model.tokenizer, "decode", lambda ids, **options: looked.append(len(ids)) or decode(ids))
     generate(model, ["x"] * 2, [settings("ar", stop=(stop,)) for stop in (".", "o")], trace=True)
     steps = [[1, 1], [2, 2], [3, 3, 3], *([n] for n in range(4, 10)), [10, 10]]

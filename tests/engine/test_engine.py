@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
+from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.generation import verification
 from wedlm_jax.decode.loop import run_step, run_steps
 from wedlm_jax.engine import QueueFull, programs
@@ -117,6 +118,7 @@ def test_what_the_chain_said_is_made_once_of_the_last_run(monkeypatch):
     made, looked, decode = [], [], tokenizer().decode
     monkeypatch.setattr(rows_module, "verification", lambda *a: made.append(a[-1]) or verification(*a))
     served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8, stop=("never",))
+    decoder_behind(tokenizer())  # how it decodes is found out once
     monkeypatch.setattr(served.model.tokenizer, "decode", lambda ids: looked.append(len(ids)) or decode(ids))
     whole = served.submit("x", config).result()
     assert made == [8] and looked == [2, 4, 6, 8, 8]  # the last is the completion's

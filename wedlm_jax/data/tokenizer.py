@@ -7,6 +7,7 @@ one or two digits, with its space, can be one token: " 17" is looked up and not 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -133,6 +134,7 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
+@functools.lru_cache(maxsize=8)  # to look what a tokenizer does takes longer than to decode a text
 def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     """What gives the text of ids that stand behind other text, of which further ids change no whole character; options as of
     `tokenizer.decode`.
@@ -142,10 +144,10 @@ def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     bytes, half a character would hide those right before it.
     """
     decode = _decoder_with_spaces(tokenizer)
-    a_byte = tokenizer.convert_tokens_to_ids("<0x41>")
-    if a_byte is None or decode([a_byte]) != "A":
+    vocabulary = tokenizer.get_vocab()
+    byte_of = {vocabulary[name]: byte for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary}
+    if "<0x41>" not in vocabulary or decode([vocabulary["<0x41>"]]) != "A":
         return decode
-    byte_of = {tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>"): byte for byte in range(256)}
 
     def decode_bytes_apart(ids: Sequence[int], **options: Any) -> str:
         runs = itertools.groupby(ids, key=byte_of.__contains__)
@@ -157,13 +159,13 @@ def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     return decode_bytes_apart
 
 
-def _decoder_with_spaces(tokenizer: Any) -> Callable[..., str]:
+def _decoder_with_spaces(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     """`tokenizer.decode`, but with the space that it would drop."""
     before, both = (encode_text(tokenizer, text) for text in ("a", "a a"))
     if both[: len(before)] != before or tokenizer.decode(both[len(before) :]) != "a":
-        return tokenizer.decode
+        return lambda ids, **options: str(tokenizer.decode(ids, **options))
     length = len(tokenizer.decode(before))
-    return lambda ids, **options: tokenizer.decode([*before, *ids], **options)[length:]
+    return lambda ids, **options: str(tokenizer.decode([*before, *ids], **options))[length:]
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
