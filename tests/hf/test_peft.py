@@ -164,5 +164,10 @@ def test_bad_fields_are_named(fields, message, tmp_path):
             of_peft.from_peft({field: value for field, value in PLAIN.items() if field != name}, tmp_path)
 
 
+@pytest.mark.parametrize("initial", ["gaussian", "orthogonal"])
+def test_initial_values_that_leave_the_base_as_it_is_are_plain_lora(initial, tmp_path):
+    assert of_peft.from_peft(PLAIN | {"init_lora_weights": initial}, tmp_path) == of_peft.from_peft(PLAIN, tmp_path)
+
+
 def test_targets_come_in_one_order(tmp_path):
     assert of_peft.from_peft(PLAIN | {"target_modules": list(reversed(TARGETS))}, tmp_path).targets == TARGETS

@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None, []),
-    "init_lora_weights": (None, True, False, "gaussian"),
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal"),
     "loftq_config": (None, {}),
     "eva_config": (None, {}),
     "corda_config": (None, {}),
