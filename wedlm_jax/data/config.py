@@ -48,10 +48,10 @@ class SourceConfig:
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  a key that nothing reads is an error in a mixture too
 
     source: SourceName = "quickstart_tasks"
-    # stdlib_code: a folder of .py files, None the standard library of this Python; tfds: NAME[/CONFIG][:VERSION], or the
-    # directory of a prepared dataset; hf_dataset: a hub id or a local folder; all others: a file, a folder, or a pattern
-    # with * in it, of which folders are read too. Of plain text, a file is a document; one over 64 KiB is several, cut at
-    # line ends
+    # stdlib_code: a folder of .py files, of which those of tests are left out, None the standard library of this Python;
+    # tfds: NAME[/CONFIG][:VERSION], or the directory of a prepared dataset; hf_dataset: a hub id or a local folder; all others:
+    # a file, a folder, or a pattern with * in it, of which folders are read too. Of plain text, a file is a document; one over
+    # 64 KiB is several, cut at line ends
     path: str | None = None
     subset: str | None = None  # hf_dataset: the configuration of the dataset
     dataset_split: str | None = None  # tfds, hf_dataset: the dataset's own split; None is "train"
