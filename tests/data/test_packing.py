@@ -88,5 +88,7 @@ def test_an_example_without_tokens_is_named():
 
 
 def test_a_row_that_is_no_multiple_of_the_block_is_an_error():
-    with pytest.raises(UserError, match="data.row_length=10 is not a multiple of block_size=4"):
+    with pytest.raises(
+        UserError, match="data.row_length=10 is not a multiple of block_size=4; take blocks that divide it"
+    ):
         pack([], num_rows=1, row_length=10, block_size=4, pad_token_id=PAD)

@@ -71,7 +71,9 @@ def pack(
         UserError: an example is empty or longer than a row, or `row_length` is not a multiple of `block_size`.
     """
     if row_length % block_size:
-        raise UserError(f"data.row_length={row_length} is not a multiple of block_size={block_size}; make it one")
+        raise UserError(
+            f"data.row_length={row_length} is not a multiple of block_size={block_size}; take blocks that divide it"
+        )
     shape = (num_rows, row_length)
     batch = PackedBatch(
         tokens=np.full(shape, pad_token_id, np.int32),
