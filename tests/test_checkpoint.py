@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.bad_input import cut, full_disk
+from tests.bad_input import cut, forbidden, full_disk
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh
 from wedlm_jax import checkpoint as checkpoint_module
 from wedlm_jax.checkpoint import Checkpoints, chosen_step, load_params, refuse_unfit_path, saved_steps
@@ -217,6 +217,26 @@ def test_a_checkpoint_that_a_device_has_no_room_for_is_not_said_to_be_damaged(sa
         monkeypatch.setattr(reader, "restore", refused)
     with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
         read(saved)
+
+
+@pytest.mark.parametrize("read", [restore, load_params])
+@pytest.mark.parametrize("closed", ["3", "3/params", "3/params/_METADATA"])
+def test_a_checkpoint_that_may_not_be_read_is_not_said_to_be_damaged(saved, tmp_path, monkeypatch, read, closed):
+    """As of a container that ran as root: training went back to the one before it, and at this step could not save."""
+    workdir = copy_of(saved, tmp_path)
+
+    def refused(*_, **__):
+        raise FileNotFoundError("Individual parameter subdirectory not found")  # as orbax says it of some
+
+    for reader in (checkpoint_module.ocp.CompositeCheckpointHandler, checkpoint_module.ocp.CheckpointManager):
+        monkeypatch.setattr(reader, "restore", refused)
+    with (
+        forbidden(workdir / "checkpoints" / closed),
+        pytest.raises(
+            UserError, match=rf"checkpoints/{closed}: permission denied; allow reading it, and all of .*points"
+        ),
+    ):
+        read(workdir)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -321,6 +322,26 @@ def _forget_other_reads() -> None:
 def _damaged(path: Path, error: Exception | str) -> UserError:
     if isinstance(error, jax.errors.JaxRuntimeError) and out_of_memory(error):
         raise error  # the files are whole
+    if isinstance(error, Exception):
+        _require_permission(path)
     # Not its `reason`, but all that it says: of a checkpoint's many files it may name the one.
     why = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return UserError(f"{path}: the checkpoint cannot be read ({why})")
+
+
+def _require_permission(path: Path) -> None:
+    """Raises a `UserError` where a file of a checkpoint may not be read: it is another user's, as of a container run as root,
+    and no training mends it. Orbax says of some of them that they are not there."""
+
+    def refuse(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            raise UserError(
+                f"{error.filename}: permission denied; allow reading it, and all of {path.parent}"
+            ) from None
+
+    for folder, _, files in os.walk(path, onerror=refuse):
+        for file in files:
+            try:
+                open(os.path.join(folder, file), "rb").close()
+            except OSError as error:
+                refuse(error)
