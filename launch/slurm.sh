@@ -31,8 +31,10 @@ fi
 # Since Slurm 22.05 srun does not take the CPUs of a task over from sbatch by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 
+# A process that ends ends the others, and where it was bad input all have its status. With --kill-on-bad-exit=1 srun would end
+# them before, and its own status be that of the signal.
 status=0
-"${run[@]}" srun --kill-on-bad-exit=1 python3 -m wedlm_jax.train "$@" || status=$?
+"${run[@]}" srun --kill-on-bad-exit=0 python3 -m wedlm_jax.train "$@" || status=$?
 # 2 is bad input, which a second try does not mend.
 if ((status != 0 && status != 2)) && [[ -n "${SLURM_JOB_ID:-}" && "${SLURM_RESTART_COUNT:-0}" -lt "${WEDLM_RESTARTS:-10}" ]]; then
   scontrol requeue "$SLURM_JOB_ID"

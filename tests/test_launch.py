@@ -154,6 +154,16 @@ def test_a_slurm_task_has_the_cpus_that_sbatch_was_asked_for(tmp_path):
     assert run("slurm.sh", *TRAIN, PATH=path).stdout == "8\n"  # that of the script's own header
 
 
+@pytest.mark.parametrize(("status", "requeued"), [(2, False), (75, True)])
+def test_a_slurm_job_is_queued_again_but_not_after_bad_input(tmp_path, status, requeued):
+    """srun that kills the other tasks when the first ends has the status of its signal, whatever that of the first was."""
+    program(tmp_path / "srun", f'[[ "$*" == *--kill-on-bad-exit=0* ]] || exit 143; exit {status}')
+    program(tmp_path / "scontrol", f'echo "$@" > {tmp_path}/told')
+    done = run("slurm.sh", *TRAIN, PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7")
+    assert done.returncode == status
+    assert (tmp_path / "told").is_file() == requeued
+
+
 def program(path: Path, script: str) -> None:
     path.write_text(f"#!/usr/bin/env bash\n{script}\n")
     path.chmod(0o755)
