@@ -66,6 +66,8 @@ def test_a_number_is_the_first_behind_a_mark_or_the_last_one_and_is_written_in_o
         ("The answer is 'B', not 'C'", "B"),
         ("The answer is \N{LEFT DOUBLE QUOTATION MARK}B\N{RIGHT DOUBLE QUOTATION MARK}, not A", "B"),
         ("The answer is B's", None),
+        ("The answer is $B$, not A", "B"),
+        (r"The answer is $\boxed{\text{B}}$, not A", "B"),
         ("f(b) is 5 and (i) holds", None),
         ("Apples", None),
         ("the answer is apples", None),
@@ -86,7 +88,7 @@ def test_an_answer_to_score_by_holds_one_number_or_marks_it(text):
     ("written", "form"),
     [
         ((r"\dfrac12", r"\frac{1}{2}", "1/2", r"$\tfrac 12$", r"x = \frac1{2}", r"\frac{1}2."), "1/2"),
-        ((r"-\frac{3}{4}", "-3/4", "\N{MINUS SIGN}3/4"), "-3/4"),
+        ((r"-\frac{3}{4}", r"\dfrac{-3}{4}", "-3/4", "\N{MINUS SIGN}3/4"), "-3/4"),
         ((r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}2)"), r"(3,\frac{\pi}{2})"),
         ((r"\dfrac{\sqrt 3}{2}", r"\frac{\sqrt{3}}{2}"), r"\frac{\sqrt{3}}{2}"),
         ((r"10\text{ cm}", r"10 \mbox{ inches}^2", r"10^\circ", r"10^{\circ}", r"10\%", r"\$10.00", "10"), "10"),
@@ -107,6 +109,7 @@ def test_a_formula_is_written_in_one_form(written, form):
     [
         (r"1\frac{1}{2}", r"\frac{11}{2}"),  # a mixed number
         (r"\frac{1}{2}x", r"\frac{1}{2x}"),
+        (r"\frac{-1+x}{2}", r"-\frac{1+x}{2}"),
         ("2/4", "1/2"),
         ("(1,2)", "[1,2]"),
         ("12", "1,2"),
@@ -125,6 +128,8 @@ def test_formulas_of_other_values_are_not_one(one, other):
         (r"First \boxed{2}, no: $\boxed{\frac{1}{\sqrt{3}}}$. Done, with 5 to spare.", r"\frac{1}{\sqrt{3}}"),
         (r"Final Answer: The final answer is $x=7$. I hope it is correct.", "7"),
         (r"The answer is $3$, that is \fbox{4}", "4"),
+        (r"so \boxed 5 legs in 3", "5"),
+        (r"so \boxed{+5} in 3, in \boxed form", "5"),
         (r"\boxed{f(x)=\left\{ x \right.} and 3", r"f(x)=\{x"),  # braces that are signs need not close
         (r"\boxed{x < 1 \}}", r"x<1\}"),
         (r"the answer is 5", None),

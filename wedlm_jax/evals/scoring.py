@@ -22,7 +22,7 @@ _LETTER = (
     r"|(?<=[(\[])(?<!\w[(\[])[a-hj](?=[)\]])"
     r"|(?<=['\u2018])(?<!\w['\u2018])[A-J](?=['\u2019](?!\w))"
 )
-_OPENED = r"\s*[(\[*\"'\u2018\u201c]*"
+_OPENED = r"\s*(?:\\boxed\{|\\text\{|[(\[*\"'\u2018\u201c$])*"
 _IS = r"(?:(?i:\s+is)\s*[:=]?|\s*[:=])"
 _ANSWER = re.compile(rf"\b(?i:answer)(?:{_IS}(?i:\s*(?:choice|option))?)?{_OPENED}({_LETTER})")
 _CHOSEN = re.compile(rf"\b(?i:choice|option){_IS}{_OPENED}({_LETTER})")
@@ -33,7 +33,7 @@ _ALONE = re.compile(r"\W*([a-jA-J])\W*")
 _POWER = re.compile(r"(?<=[a-zA-Z}])\^(?:-?[0-9]+|\{-?[0-9]+\})")
 _MINUS = str.maketrans("\N{MINUS SIGN}\N{EN DASH}", "--")
 
-_BOX = re.compile(r"\\f?box(?:ed)?\s*(?=\{)")
+_BOX = re.compile(r"\\f?box(?:ed)?\s*(?:(?=\{)|(?<=\s)([0-9]+|[a-zA-Z]\b))")
 _TOLD = re.compile(r"\b(?i:answer)\s+is\s*:?\s*\$([^$]+)\$")
 _GROUP = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _WORDS = r"\\(?:text|math)?(?:text|mbox|rm|bf|it)\{([^{}]*)\}"
@@ -49,6 +49,8 @@ _ONE_FORM = (
     (rf"(?<=.){_WORDS}(?:\^\{{?[0-9]\}}?)?$", ""),  # a unit
     (_WORDS, r"\1"),
     (r"\\[dtc]frac", r"\\frac"),
+    (r"^\+", ""),
+    (r"^\\frac\{-(?=[0-9a-zA-Z.]+\})", r"-\\frac{"),
     (r"\\(frac|sqrt)([0-9a-zA-Z])", r"\\\1{\2}"),
     (rf"(\\frac{_GROUP})([0-9a-zA-Z])", r"\1{\2}"),
     (rf"(?<![\w}}.)])\\frac{_PLAIN}{_PLAIN}(?![\w{{(\\.])", r"\1/\2"),
@@ -103,9 +105,9 @@ def choice(text: str) -> str | None:
 
 
 def formula(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}`, as MATH writes its answers; where there is none, between the dollars behind the
-    last "answer is". In one form (`one_form`)."""
-    boxes = [inside for box in _BOX.finditer(text) if (inside := _in_braces(text[box.end() :])) is not None]
+    """What stands in the last `\\boxed{...}` or `\\boxed 5`, as MATH writes its answers; where there is none, between the dollars
+    behind the last "answer is". In one form (`one_form`)."""
+    boxes = [inside for box in _BOX.finditer(text) if (inside := box[1] or _in_braces(text[box.end() :])) is not None]
     told = boxes or _TOLD.findall(text)
     return one_form(told[-1]) if told else None
 
