@@ -99,8 +99,8 @@ def least_holding(*chosen_BL: jax.Array) -> list[jax.Array]:
     """Of each, the number of the least of `capacities` that holds the chosen rows of every row of the batch."""
     # One maximum for all: over a mesh it is one reduction.
     most = jnp.max(jnp.stack([jnp.sum(chosen, axis=1) for chosen in chosen_BL]), axis=1)
-    least = sum(((most > c).astype(jnp.int32) for c in capacities(chosen_BL[0].shape[1])[:-1]), start=most * 0)
-    return list(least)
+    too_small = most[:, None] > jnp.array(capacities(chosen_BL[0].shape[1])[:-1])
+    return list(jnp.sum(too_small, axis=1))
 
 
 def beside_a_mask(masked_BL: jax.Array, block_size: int) -> jax.Array:
