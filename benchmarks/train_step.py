@@ -33,7 +33,7 @@ from benchmarks import official, shapes
 from benchmarks.side_by_side import machine, print_table, side_by_side, square_products
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.diffusion.losses import loss_weights
-from wedlm_jax.errors import entry
+from wedlm_jax.errors import UserError, entry
 from wedlm_jax.experiment import AdapterConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, load_experiment
 from wedlm_jax.host_memory import use_huge_pages
 from wedlm_jax.metrics.throughput import peak_flops
@@ -82,6 +82,10 @@ def main() -> None:
     use_huge_pages()  # as the trainer does
     flags = tyro.cli(Flags, description=__doc__)
     if flags.official is not None:
+        if flags.adapter is not None or flags.prompt_share:
+            raise UserError(
+                "--official runs a full step over text that is learned whole; leave out --adapter and --prompt-share"
+            )
         for length in flags.lengths:
             official.compare(flags, length, model_of(flags), random_batch(flags, length).tokens)
         return

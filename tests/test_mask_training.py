@@ -229,8 +229,8 @@ def test_micro_batches_add_up():
 
 
 def test_the_frozen_part_is_not_in_the_backward_pass(monkeypatch):
-    """By products of the traced program, in forward passes of L rows: the base's 2L rows cost two, C places for masks as many
-    forward as backward, 2 C / L. Were the frozen rows differentiated, their two would be four whatever C is."""
+    """By products of the traced program, in forward passes of L rows: the base costs one for the memory and C / L for observed
+    rows, C places for masks as many forward as backward, 2 C / L. Were the frozen rows differentiated, few would be 3."""
     sizes = dict(hidden_size=64, intermediate_size=1024, num_heads=2, num_kv_heads=1)
     model = dataclasses.replace(MODEL, **sizes, adapter=AdapterConfig(rank=1))
     streams, weights = batch_of(ADAPTED, packed_batch())
@@ -244,8 +244,8 @@ def test_the_frozen_part_is_not_in_the_backward_pass(monkeypatch):
         return matmul_flops(jax.make_jaxpr(gradients)(adapter, base).jaxpr) / (of_a_row * streams.segment_ids.size)
 
     few, all_places = passes(L // 4), passes(L)
-    assert 2.5 < few < 2.9
-    assert 1.5 < all_places - few < 1.9
+    assert 1.75 < few < 2.1
+    assert 2.25 < all_places - few < 2.75
 
 
 @pytest.mark.skipif(not FULL, reason="compiles two deep models; launch/test.sh --full")

@@ -45,9 +45,9 @@ def mask_gradients(
         parts["tokens"][1], parts["positions"][1], streams.segment_ids, parts["masked"][1], block_size
     )
     of_observed, of_masks = least_holding(prediction.observed, prediction.masked)
-    of_base = run_frozen(
-        transformer_from(model, frozen | trained), parts["tokens"][0], parts["positions"][0], prediction, of_observed
-    )
+    memory = parts["tokens"][0], parts["positions"][0]
+    run_base = functools.partial(run_frozen, transformer_from(model, frozen | trained), *memory, prediction)
+    of_base = jax.lax.switch(of_observed, [functools.partial(run_base, c) for c in capacities(L)])
     of_base = jax.lax.stop_gradient(of_base)
 
     def run(capacity: int) -> tuple[Params, jax.Array, jax.Array]:

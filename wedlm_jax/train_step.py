@@ -94,14 +94,12 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     if distils:  # another quantity than the cross-entropy of the data, and so under another name
         metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    if not settings.only_mask_rows:
-        rows = row_metrics(batch, settings, runs=jnp.int32(2), loss_rows=loss_rows)
-    else:
+    runs, pairs = jnp.int32(2), None
+    if settings.only_mask_rows:
         block_size = settings.objective.block_size
         runs = 1 + beside_a_mask(jnp.split(streams.masked, 2, axis=1)[1], block_size)
-        rows = row_metrics(
-            batch, settings, runs=runs, loss_rows=loss_rows, of_masks=pairs_of_masks(streams, block_size)
-        )
+        pairs = pairs_of_masks(streams, block_size)
+    rows = row_metrics(batch, settings, runs=runs, loss_rows=loss_rows, of_masks=pairs)
     return update(state, gradients, metrics | rows, settings)
 
 

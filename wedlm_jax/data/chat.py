@@ -248,10 +248,9 @@ def _reaches_further(
     otherwise where that message says something else."""
     if number + 1 == len(messages) or written[start:].strip() == messages[number]["content"].strip():
         return False
-    following = messages[number + 1]
-    # In its midst: templates read how a text begins and ends.
-    half, said = len(following["content"]) // 2, following["content"]
-    other = {**following, "content": f"{said[:half]}{_SOMETHING_ELSE}{said[half:]}"}
+    said = messages[number + 1]["content"]
+    half = len(said) // 2  # in its midst: templates read how a text begins and ends
+    other = {**messages[number + 1], "content": f"{said[:half]}{_SOMETHING_ELSE}{said[half:]}"}
     try:
         whole = _render(
             tokenizer, [*messages[: number + 1], other, *messages[number + 2 :]], beside, generation_prompt=False

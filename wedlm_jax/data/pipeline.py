@@ -183,9 +183,8 @@ def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> 
         for drought, part in ((whole, None), (parts[document.part], document.part)):
             if not drought.see(document):
                 continue
-            if documents.hold_examples(
-                part
-            ):  # so few that this group, whose records are others in each epoch, met none
+            # So few that this group, whose records are others in each epoch, met none.
+            if documents.hold_examples(part):
                 drought.end()
                 continue
             name = None if part is None else documents.names[part]

@@ -15,8 +15,7 @@ again, beside idle queries for the memory. The flash kernels take ranges, but ha
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -76,8 +75,6 @@ class Chosen(NamedTuple):
         return start, jnp.where(self.used, end, start)
 
 
-Rope = tuple[jax.Array, jax.Array]  # cosines and sines
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
 Ranges = tuple[jax.Array, jax.Array]  # the first key, and the one after the last, of each query
 KeysValues = tuple[jax.Array, jax.Array]  # [B, S, K, H] each, or of all layers [layers, B, S, K, H]
 
@@ -119,44 +116,37 @@ def run_frozen(
     memory_tokens: jax.Array,
     memory_positions: jax.Array,
     prediction: Prediction,
-    number: jax.Array,
+    capacity: int,
 ) -> Frozen:
-    """The memory stream [B, L] and the observed rows of the prediction stream, through the base alone; `number` says which of
-    `capacities` holds the observed rows."""
-    config, L = transformer.config, memory_tokens.shape[1]
+    """The memory stream [B, L] and the observed rows of the prediction stream, of which there are `capacity` at most in a row,
+    through the base alone. Both in one pass, so that a layer's weights are read, and over a mesh gathered, once."""
+    config = transformer.config
     pattern = Causal(prediction.segment_ids)
+    chosen = Chosen.of(prediction.observed, prediction.block_size, capacity)
+    to_memory = memory_ranges(prediction, chosen)
+    memory_rope, rope = (
+        rope_angles(positions, config.head_dim, config.rope_theta)
+        for positions in (memory_positions, chosen.take(prediction.positions))
+    )
 
-    def run_layer(x: jax.Array, state: nnx.State, *, rope: Rope, attend: Attend) -> tuple[jax.Array, KeysValues]:
-        layer: Layer = nnx.merge(graph, state)
+    def run_layer(carry: tuple[jax.Array, jax.Array], state: nnx.State) -> tuple:
+        x_memory, x = carry
+        layer = nnx.merge(graph, state)
+        q, k_memory, v_memory = layer.attention.queries_keys_values(layer.input_norm(x_memory), memory_rope)
+        out = pattern(q, k_memory, v_memory, config.attention)
+        x_memory = layer.after_attention(x_memory, layer.attention.o_proj(out))
         q, k, v = layer.attention.queries_keys_values(layer.input_norm(x), rope)
-        return layer.after_attention(x, layer.attention.o_proj(attend(q, k, v))), (k, v)
-
-    def run_memory() -> tuple[jax.Array, KeysValues]:
-        rope = rope_angles(memory_positions, config.head_dim, config.rope_theta)
-        attend = functools.partial(pattern, implementation=config.attention)
-        run = functools.partial(run_layer, rope=rope, attend=attend)
-        return jax.lax.scan(run, transformer.embed(memory_tokens), stacked, unroll=not config.scan_layers)
-
-    def run_observed(capacity: int) -> KeysValues:
-        chosen = Chosen.of(prediction.observed, prediction.block_size, capacity)
-        rope = rope_angles(chosen.take(prediction.positions), config.head_dim, config.rope_theta)
-        ranges = [memory_ranges(prediction, chosen), chosen.own()]
-
-        def run(x: jax.Array, read: tuple[nnx.State, KeysValues]) -> tuple[jax.Array, KeysValues]:
-            state, memory = read
-            attend = lambda q, k, v: attend_parts(q, [memory, (k, v)], ranges)  # noqa: E731
-            return run_layer(x, state, rope=rope, attend=attend)
-
-        x = transformer.embed(chosen.take(prediction.tokens))
-        _, (k, v) = jax.lax.scan(run, x, (stacked, memory), unroll=not config.scan_layers)
-        left = [(0, 0), (0, 0), (0, L - capacity), (0, 0), (0, 0)]
-        return jnp.pad(k, left), jnp.pad(v, left)
+        out = attend_parts(q, [(k_memory, v_memory), (k, v)], [to_memory, chosen.own()])
+        x = layer.after_attention(x, layer.attention.o_proj(out))
+        left = [(0, 0), (0, memory_tokens.shape[1] - capacity), (0, 0), (0, 0)]  # of L places, as of any other capacity
+        return (x_memory, x), ((k_memory, v_memory), (jnp.pad(k, left), jnp.pad(v, left)))
 
     with jax.default_matmul_precision(config.precision):
         graph, stacked = transformer.split_stack()
-        x, memory = run_memory()
-        observed = jax.lax.switch(number, [functools.partial(run_observed, c) for c in capacities(L)])
-        return Frozen(memory, observed, transformer.final_norm(x))
+        start = transformer.embed(memory_tokens), transformer.embed(chosen.take(prediction.tokens))
+        of_layers: tuple[KeysValues, KeysValues]
+        (x_memory, _), of_layers = jax.lax.scan(run_layer, start, stacked, unroll=not config.scan_layers)
+        return Frozen(of_layers[0], of_layers[1], transformer.final_norm(x_memory))
 
 
 def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, masks: Chosen) -> jax.Array:
