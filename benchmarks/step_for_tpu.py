@@ -19,6 +19,7 @@ import tyro
 
 from benchmarks.cycles import operations
 from benchmarks.side_by_side import print_table
+from wedlm_jax import train_step
 from wedlm_jax.absent_devices import canonical, devices
 from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.errors import entry
@@ -28,13 +29,15 @@ from wedlm_jax.program_costs import collectives, runs_by_computation, traffic_by
 from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train_step import compile_step
 
-# Whether kernels are gathered before a product, whether a product turns queries and keys, model.remat and model.scan_layers.
-FORMS: dict[str, tuple[bool, bool, str, bool]] = {
-    "as XLA gathers, halves rotated": (False, False, "full", True),
-    "kernels gathered whole": (True, False, "full", True),
-    "rotated by products": (True, True, "full", True),
-    "attention's output kept": (True, True, "attention", True),
-    "layers apart": (True, True, "attention", False),
+# Whether kernels are gathered before a product, whether a product turns queries and keys, model.remat, model.scan_layers, and how
+# many quarters of the prediction stream's blocks run.
+FORMS: dict[str, tuple[bool, bool, str, bool, int]] = {
+    "as XLA gathers, halves rotated": (False, False, "full", True, 4),
+    "kernels gathered whole": (True, False, "full", True, 4),
+    "rotated by products": (True, True, "full", True, 4),
+    "attention's output kept": (True, True, "attention", True, 4),
+    "layers apart": (True, True, "attention", False, 4),
+    "attention's output kept, a quarter of the blocks": (True, True, "attention", True, 1),
 }
 FORWARD_KERNEL = re.compile(r"%splash_(?:output|mha_fwd)[\w.]* = .* custom-call\(")
 
@@ -58,11 +61,13 @@ def main() -> None:
 
 
 def row(name: str, flags: Flags) -> tuple[str, ...]:
-    whole, by_product, remat, scan_layers = FORMS[name]
+    whole, by_product, remat, scan_layers, quarters = FORMS[name]
     form = [f"model.remat={remat}", f"model.scan_layers={scan_layers}"]
     experiment = load_experiment(flags.exp, [*flags.overrides, *form])
     mesh = make_mesh(experiment.mesh, devices(canonical(flags.topology)))
     with contextlib.ExitStack() as forms:
+        alone = mock.patch.object(train_step, "capacities", lambda blocks: (quarters * blocks // 4,))
+        forms.enter_context(alone)  # of the programs for more or fewer blocks
         if not whole:
             forms.enter_context(mock.patch.object(layers, "whole_for_batch", lambda kernel, *_: kernel))
         if not by_product:

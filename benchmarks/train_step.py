@@ -8,12 +8,13 @@
     python -m benchmarks.train_step --official ~/WeDLM --official-python ~/torch/bin/python   # beside the official trainer
     python -m benchmarks.train_step --shape qwen3_0p6b --lengths 4096 --no-parts              # a GPU
 
-The default shape is that of the official trainer's figures on a CPU (8 layers, D = 512, V = 8,192, blocks of 32). The floor is
-the products of the layers with their parameters, forward and backward, over both streams, and those of the output layer for
-the rows that carry a loss: the same shapes, in a program that does nothing else. Attention, norms, RoPE, the losses' softmax,
-the optimizer and all copies are what the step has on top. A step needs the memory of its arguments (parameters, optimizer,
-batch), which its results take the place of, and of its temporaries. Useful FLOPs are those of `model.flops.training_flops`;
-their rate is set against that of plain square products in the same run and, where it is known, against the data sheet (MFU).
+The default shape is that of the official trainer's figures on a CPU (8 layers, D = 512, V = 8,192, blocks of 32). The floor
+is the products of the layers with their parameters, forward and backward, over both streams (but for blocks of prompts), and
+those of the output layer for the rows that carry a loss: the same shapes, in a program that does nothing else. Attention,
+norms, RoPE, the losses' softmax, the optimizer and all copies are what the step has on top. A step needs the memory of its
+arguments (parameters, optimizer, batch), which its results take the place of, and of its temporaries. Useful FLOPs are those
+of `model.flops.training_flops`; their rate is set against that of plain square products in the same run and, where it is
+known, against the data sheet (MFU).
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import Implementation
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import from_seed
-from wedlm_jax.train_step import StepSettings, corrupted_streams, row_metrics, update, wedlm_forward, wedlm_step
+from wedlm_jax.train_step import (
+    StepSettings,
+    both_streams,
+    corrupted_streams,
+    row_metrics,
+    runs_of_tokens,
+    update,
+    wedlm_forward,
+    wedlm_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Flags:
     documents: int = 1
     """Of equal length, in each row."""
     prompt_share: float = 0.0
-    """How much of each document, from its start, carries no loss."""
+    """How much of each document, from its start, carries no loss: also the step that runs all blocks, these too."""
     block_size: int = 32
     layers: int | None = None
     """Other than those of the shape."""
@@ -118,8 +128,9 @@ def model_of(flags: Flags) -> ModelConfig:
 def settings_of(flags: Flags) -> StepSettings:
     objective = ObjectiveConfig(block_size=flags.block_size)
     return StepSettings(
-        model_of(flags), objective, OptimizerConfig(), mask_token_id=official.MASK_TOKEN_ID, total_steps=100, seed=0
-    )
+        model_of(flags), objective, OptimizerConfig(), mask_token_id=official.MASK_TOKEN_ID, total_steps=100, seed=0,
+        prompts=flags.prompt_share > 0,
+    )  # fmt: skip
 
 
 def adapter_settings_of(flags: Flags, rank: int) -> StepSettings:
@@ -140,10 +151,15 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
     loss_rows = jnp.sum(streams.masked) + jnp.sum(streams.labelled)
 
     def gradients(params: Any) -> Any:
-        return jax.value_and_grad(lambda p: wedlm_forward(p, part, settings=settings)[0])(params)
+        return both_streams(dataclasses.replace(state, params=params), part, settings=settings)[0]
 
+    runs = runs_of_tokens(streams, settings)
+    rows_run = int(jnp.sum(jnp.broadcast_to(runs, batch.tokens.shape)))
     square, square_flops = square_products(model.dtype)
     programs: dict[str, Any] = {"whole step": (functools.partial(wedlm_step, settings=settings), (state, batch))}
+    if flags.prompt_share:
+        every_row = functools.partial(wedlm_step, settings=dataclasses.replace(settings, prompts=False))
+        programs["whole step, all blocks run"] = every_row, (state, batch)
     if flags.adapter is not None:
         gated = adapter_settings_of(flags, flags.adapter)
         adapted = from_seed(gated.model, gated.optimizer, mesh, 0)
@@ -157,8 +173,8 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
             "attention, all layers": attention(flags, model, streams.segment_ids),
         }
     programs |= {
-        "plain products": products(model, 2 * flags.rows * length, int(loss_rows)),
-        "plain products of attention": attention_products(model, 2 * flags.rows * length, length // flags.documents),
+        "plain products": products(model, rows_run, int(loss_rows)),
+        "plain products of attention": attention_products(model, rows_run, length // flags.documents),
         "square products": square,
     }
     measured = side_by_side(programs, flags.rounds, carried=steps)
@@ -179,7 +195,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         )
         for name, m in measured.items()
     ]
-    useful = float(row_metrics(batch, settings, runs=jnp.int32(2), loss_rows=loss_rows)["useful_flops"])
+    useful = float(row_metrics(batch, settings, runs=runs, loss_rows=loss_rows)["useful_flops"])
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     line = (
         f"L = {length:,}: {parameters / 1e6:,.1f}M parameters, {int(loss_rows):,} rows with a loss; {useful / 1e9:,.1f} useful "

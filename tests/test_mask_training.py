@@ -16,7 +16,8 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients
 from wedlm_jax.metrics.curves import PANELS
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
-from wedlm_jax.model.mask_rows import Prediction, capacities, least_holding
+from wedlm_jax.model.kept_blocks import capacities
+from wedlm_jax.model.mask_rows import Prediction
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.program_costs import matmul_flops
@@ -160,7 +161,7 @@ def test_any_number_of_masks_is_exact(learned):
     settings = with_objective(fully_masked=1.0)
     streams, weights = batch_of(settings, batch)
     most = int(streams.masked.sum(axis=1).max())
-    assert {"none": most == 0, "few": 0 < most <= capacities(L)[0], "all": most == L}[learned]
+    assert {"none": most == 0, "few": 0 < most <= capacities(L)[-1], "all": most == L}[learned]
     if learned == "none":
         gradients, value, losses = in_two_passes(*parameters(), streams, weights)
         assert value == 0 and not losses.any() and not any(x.any() for x in gradients.values())
@@ -177,11 +178,6 @@ def test_observed_rows_of_blocks_without_a_mask_take_no_place():
     assert 0.1 < holds.mean() < 0.9
     observed = Prediction(tokens, positions, streams.segment_ids, masked, J).observed
     np.testing.assert_array_equal(observed, holds & ~masked & (streams.segment_ids > 0))
-
-
-def test_places_are_the_least_quarters_that_hold_the_rows_of_each_kind():
-    rows = lambda *counts: jnp.arange(8) < jnp.array(counts)[:, None]  # noqa: E731
-    assert [capacities(8)[i] for i in least_holding(rows(0, 2), rows(3, 1), rows(8, 0), rows(6, 5))] == [2, 4, 8, 6]
 
 
 def test_the_step_leaves_the_base_alone_and_learns():

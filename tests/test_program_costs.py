@@ -70,6 +70,14 @@ def test_a_compiled_text_is_read_with_its_loops_and_each_channel_once():
     }
 
 
+def test_a_sum_of_one_number_that_is_started_and_waited_for_is_counted():
+    """As XLA compiles for GPUs the reduction by which the devices agree on how many rows run."""
+    summed = next(line for line in TEXT.splitlines() if " all-reduce(%a" in line)
+    started = summed.replace("all-reduce(", "all-reduce-start(").replace("(f32[8]{0}, f32[2]{0})", "s32[]")
+    found = [one for one in collectives(TEXT.replace(summed, started)) if one.kind == "all-reduce"]
+    assert found == [Collective("all-reduce", (), 4, 1, 4)]
+
+
 def test_a_loop_whose_length_is_data_runs_as_often_as_is_said_of_it():
     def run(n, x):
         with kernel_runs(7):

@@ -9,6 +9,7 @@ import pytest
 
 from tests.conftest import FULL
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
+from wedlm_jax import train_step
 from wedlm_jax.errors import UserError
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, mesh_of_first, row_shares
 from wedlm_jax.train_state import abstract_state, from_seed
@@ -18,11 +19,12 @@ pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devi
 
 
 @functools.cache
-def two_updates(mesh_config: MeshConfig | None, micro_batches: int, mlp_tile: int | None = None):
+def two_updates(mesh_config: MeshConfig | None, micro_batches: int, mlp_tile: int | None = None, prompts: bool = False):
     """(state at birth, state after two updates, metrics of both); the first update has learning rate 0."""
     mesh = one_device_mesh() if mesh_config is None else make_mesh(mesh_config)
     model = dataclasses.replace(MODEL, mlp_tile=mlp_tile)
-    step = compile_step(wedlm_step, dataclasses.replace(SETTINGS, model=model, micro_batches=micro_batches), mesh)
+    settings = dataclasses.replace(SETTINGS, model=model, micro_batches=micro_batches, prompts=prompts)
+    step = compile_step(wedlm_step, settings, mesh)
     state = from_seed(MODEL, SETTINGS.optimizer, mesh, SETTINGS.seed)
     at_birth = jax.device_get(state)
     batch = jax.device_put(packed_batch(), batch_sharding(mesh))
@@ -44,8 +46,19 @@ def two_updates(mesh_config: MeshConfig | None, micro_batches: int, mlp_tile: in
     ids=lambda x: "-".join(map(str, dataclasses.astuple(x))) if isinstance(x, MeshConfig) else str(x),
 )
 def test_eight_devices_give_the_update_of_one(mesh_config, micro_batches, mlp_tile):
-    expected_at_birth, expected, expected_metrics = two_updates(None, 1)
-    at_birth, state, metrics = two_updates(mesh_config, micro_batches, mlp_tile)
+    assert_same_updates(two_updates(mesh_config, micro_batches, mlp_tile), two_updates(None, 1))
+
+
+def test_eight_devices_leave_out_the_same_blocks(monkeypatch):
+    """The fullest row of all devices says how many run."""
+    monkeypatch.setattr(train_step, "LEAST_LENGTH", 24)
+    on_eight = two_updates(MeshConfig(data=2, fsdp=2, tensor=2), 2, prompts=True)
+    assert_same_updates(on_eight, two_updates(None, 1, prompts=True))
+
+
+def assert_same_updates(found, wanted):
+    at_birth, state, metrics = found
+    expected_at_birth, expected, expected_metrics = wanted
     for name, value in expected_at_birth.params.items():
         np.testing.assert_array_equal(at_birth.params[name], value, err_msg=f"{name} at birth")
     for numbers, wanted in zip(metrics, expected_metrics, strict=True):

@@ -11,6 +11,7 @@ import pytest
 
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
+from wedlm_jax import train_step
 from wedlm_jax.diffusion.dual_stream import next_token_targets, visibility
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
@@ -19,6 +20,7 @@ from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import ranges
+from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.train_state import from_seed
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
@@ -341,3 +343,49 @@ def test_useful_flops_of_an_adapter_of_mask_rows_are_backward_for_those_alone():
     by_masks = seen & masks[:, :, None]  # backward: scores and queries of each pair, keys and values of masks alone
     expected += 4 * heads * (seen.sum() + by_masks.sum() + (by_masks & masks[:, None, :]).sum())
     np.testing.assert_allclose(useful_flops(wedlm_step, settings, state, batch), expected, rtol=1e-6)
+
+
+def prompt_batch(share):
+    """Rows of 24 tokens of which this share, at the start of each document, is not learned."""
+    batch = packed_batch()
+    learned = batch.loss_mask & (batch.positions >= 12 * share)
+    return dataclasses.replace(batch, loss_mask=learned)
+
+
+PROMPTS = dataclasses.replace(SETTINGS, prompts=True)
+
+
+@pytest.mark.parametrize(
+    ("share", "blocks", "in_parts"),
+    [(0.6, (2,), 1), (0.4, (4,), 4), (0.0, (6, 5, 3, 2), 1), (0.6, (6, 5, 3, 2), 4)],
+    ids=["few alone", "some alone, in parts", "all, as the device chooses", "few, as the device chooses, in parts"],
+)
+def test_an_update_is_the_same_where_blocks_without_a_mask_do_not_run(monkeypatch, share, blocks, in_parts):
+    """`blocks`: how many of the six of a row the step is compiled for."""
+    monkeypatch.setattr(train_step, "LEAST_LENGTH", 24)
+    monkeypatch.setattr(train_step, "capacities", lambda count: blocks)
+    compile_step.cache_clear()
+    batch, settings = prompt_batch(share), dataclasses.replace(PROMPTS, micro_batches=in_parts)
+    whole, metrics = run(wedlm_step, batch)
+    some, metrics_of_some = run(wedlm_step, batch, settings=settings)
+    for name in set(metrics) - {"useful_flops"}:
+        np.testing.assert_allclose(metrics[name], metrics_of_some[name], rtol=1e-5, err_msg=name)
+    assert metrics_of_some["useful_flops"] < metrics["useful_flops"]
+    assert_same_update(whole, some, atol=1e-6)
+
+
+def test_what_does_not_run_is_not_computed(monkeypatch):
+    """A quarter of the prediction stream beside the memory stream: 5/8 of the arithmetic, and of the useful FLOPs."""
+    monkeypatch.setattr(train_step, "LEAST_LENGTH", 512)
+    batch = packed_batch(rows=1, length=512)
+    batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (batch.positions >= 200))
+    state = fresh_state()
+
+    def products(settings):
+        return matmul_flops(jax.make_jaxpr(functools.partial(wedlm_step, settings=settings))(state, batch).jaxpr)
+
+    assert not PROMPTS.leaves_out_blocks(511) and PROMPTS.leaves_out_blocks(512)
+    whole = products(SETTINGS)
+    assert products(PROMPTS) == pytest.approx(whole, rel=0.01)  # of the branches the largest counts
+    monkeypatch.setattr(train_step, "capacities", lambda blocks: (blocks // 4,))
+    assert products(PROMPTS) == pytest.approx(0.625 * whole, rel=0.05)

@@ -183,15 +183,11 @@ class Experiment:
 
     def step_settings(self, model: ModelConfig, mask_token_id: int | None) -> StepSettings:
         """What its training step is compiled for, with the model and the mask id that it comes to."""
+        config = self.train
         return StepSettings(
-            model=model,
-            objective=self.objective,
-            optimizer=self.optimizer,
-            mask_token_id=mask_token_id,
-            total_steps=self.train.steps,
-            seed=self.train.seed,
-            micro_batches=self.train.micro_batches,
-        )
+            model=model, objective=self.objective, optimizer=self.optimizer, mask_token_id=mask_token_id,
+            total_steps=config.steps, seed=config.seed, micro_batches=config.micro_batches, prompts=self.data.has_prompts,
+        )  # fmt: skip
 
     @property
     def workdir(self) -> Path:

@@ -12,7 +12,8 @@ from wedlm_jax.diffusion.dual_stream import DualStreamBatch
 from wedlm_jax.diffusion.losses import LossWeights
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.frozen_head import cross_entropy_of_targets, divergence_from_teacher
-from wedlm_jax.model.mask_rows import Chosen, Frozen, Prediction, capacities, least_holding, run_frozen, run_masks
+from wedlm_jax.model.kept_blocks import capacities, least_holding
+from wedlm_jax.model.mask_rows import Chosen, Frozen, Prediction, run_frozen, run_masks
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import DualStream, document_starts
 from wedlm_jax.objective import Targets

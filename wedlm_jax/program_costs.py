@@ -104,7 +104,8 @@ class Collective(NamedTuple):
 
 def runs_by_computation(text: str) -> dict[str, tuple[list[str], int]]:
     """The computations of a compiled program (`compiled.as_text()`) by name: their lines, and how often each runs. A loop runs as
-    often as the compiler or `kernel_runs` says, or once; of a conditional's branches the first."""
+    often as the compiler or `kernel_runs` says, or once; of a conditional's branches the first,
+    in a training step the one of the most rows."""
     lines: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -216,12 +217,12 @@ def _collective(line: str, scattered: bool) -> Collective | None:
     match = _COLLECTIVE.search(line)
     if match is None:
         return None
-    arrays = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(match[1])]
-    sized = [(math.prod(shape) * _BYTES.get(dtype, 4), shape) for dtype, shape in arrays]
+    found = [(dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _ARRAY.findall(match[1])]
+    sized = [(math.prod(shape) * _BYTES.get(dtype, 4), shape) for dtype, shape in found]
     # A collective over several arrays sums over them; the result of `-start` lists operands before results, then scalars.
-    if match[3]:
-        sized = [(size, shape) for size, shape in sized if shape]
-        sized = sized[len(sized) // 2 :] if len(sized) > 1 else sized
+    # Of one number alone it is that number.
+    if match[3] and (arrays := [(size, shape) for size, shape in sized if shape]):
+        sized = arrays[len(arrays) // 2 :] if len(arrays) > 1 else arrays
     nbytes = sum(size for size, _ in sized)
     group = _group_size(line)
     if scattered and match[2] == "all-reduce":

@@ -20,7 +20,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients, pairs_of_masks, taught
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.flops import mask_training_flops, training_flops
-from wedlm_jax.model.mask_rows import beside_a_mask
+from wedlm_jax.model.kept_blocks import KeptBlocks, beside_a_mask, capacities, least_holding, with_a_mask
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
@@ -33,6 +33,9 @@ Metrics = dict[str, jax.Array]
 
 # The MLM loss by the mask ratio of the block: mean cross-entropy of the masked tokens, gamma up to the number in the name.
 LOSS_BY_RATIO = ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00")
+
+# Tokens of the shortest rows of which blocks are left out: in shorter ones that saves less time than compiling it takes.
+LEAST_LENGTH = 512
 
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
 jax.tree_util.register_dataclass(
@@ -51,6 +54,9 @@ class StepSettings:
     total_steps: int
     seed: int
     micro_batches: int = 1  # gradient accumulation: a step's batch is run in this many parts
+    prompts: bool = (
+        False  # whether rows may hold much that is not learned: then not all of the prediction stream has to run
+    )
 
     def __post_init__(self) -> None:
         self.objective.check_adapter(self.model.adapter)
@@ -68,6 +74,10 @@ class StepSettings:
     def only_mask_rows(self) -> bool:
         return self.model.adapter is not None and self.model.adapter.rows == "mask"
 
+    def leaves_out_blocks(self, length: int) -> bool:
+        """Whether blocks without a mask do not run, of rows of `length`: the step is compiled for each of `capacities`."""
+        return self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH
+
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
@@ -77,12 +87,9 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     # Of the whole batch, before it is split.
     with_ar = settings.objective.ar_loss_weight > 0
     weights = loss_weights(counted, normalization=settings.objective.normalization, ar=with_ar)
-    if settings.only_mask_rows:
-        run = functools.partial(mask_rows_alone, state, settings=settings)
-        gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
-    else:
-        loss = functools.partial(wedlm_forward, settings=settings)
-        gradients, metrics = accumulate(loss, state, (streams, weights), settings.micro_batches)
+    of_part = mask_rows_alone if settings.only_mask_rows else both_streams
+    run = functools.partial(of_part, state, settings=settings)
+    gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
     for name, count in counts.items():
         metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
@@ -94,12 +101,8 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     if distils:  # another quantity than the cross-entropy of the data, and so under another name
         metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    runs, pairs = jnp.int32(2), None
-    if settings.only_mask_rows:
-        block_size = settings.objective.block_size
-        runs = 1 + beside_a_mask(jnp.split(streams.masked, 2, axis=1)[1], block_size)
-        pairs = pairs_of_masks(streams, block_size)
-    rows = row_metrics(batch, settings, runs=runs, loss_rows=loss_rows, of_masks=pairs)
+    pairs = pairs_of_masks(streams, settings.objective.block_size) if settings.only_mask_rows else None
+    rows = row_metrics(batch, settings, runs=runs_of_tokens(streams, settings), loss_rows=loss_rows, of_masks=pairs)
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -119,14 +122,52 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
     )  # fmt: skip
 
 
-def wedlm_forward(
-    params: Params, part: tuple[DualStreamBatch, LossWeights], *, settings: StepSettings
-) -> tuple[jax.Array, Metrics]:
-    """The share of the loss, and of its two parts, that these rows have; rows of weight 0 see no output layer."""
+def runs_of_tokens(streams: DualStreamBatch, settings: StepSettings) -> jax.Array:
+    """How often each token of the batch has to run through the layers, int [] or [B, L]."""
+    length = streams.segment_ids.shape[1]
+    if settings.only_mask_rows or settings.leaves_out_blocks(length):
+        return 1 + beside_a_mask(streams.masked[:, length:], settings.objective.block_size)
+    return jnp.int32(2)
+
+
+def both_streams(
+    state: TrainState, part: tuple[DualStreamBatch, LossWeights], *, settings: StepSettings
+) -> tuple[Params, Metrics]:
+    """`wedlm_forward` and its gradients. Where much of the rows is not learned, as little of the prediction stream runs as holds
+    the blocks with a mask: all of `capacities` are compiled, the device chooses."""
     streams, weights = part
+    length = weights.ar.shape[1]
+    if not settings.leaves_out_blocks(length):
+        return gradients_of(functools.partial(wedlm_forward, settings=settings), state, part)
+    block_size = settings.objective.block_size
+    read = with_a_mask(streams.masked[:, length:], block_size)
+
+    def run(capacity: int) -> tuple[Params, Metrics]:
+        kept = KeptBlocks.of(read, block_size, capacity)
+        return gradients_of(functools.partial(wedlm_forward, settings=settings, kept=kept), state, part)
+
+    (least,) = least_holding(read)
+    return jax.lax.switch(least, [functools.partial(run, capacity) for capacity in capacities(read.shape[1])])
+
+
+def wedlm_forward(
+    params: Params,
+    part: tuple[DualStreamBatch, LossWeights],
+    *,
+    settings: StepSettings,
+    kept: KeptBlocks | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """The share of the loss, and of its two parts, that these rows have; rows of weight 0 see no output layer.
+
+    Args:
+      kept: the blocks of the prediction stream that run, among them all that hold a mask; None: all.
+    """
+    streams, weights = part
+    if kept is not None:
+        streams, weights = streams.of_prediction(kept.take), weights._replace(mlm=kept.take(weights.mlm))
     objective, transformer = settings.objective, transformer_from(settings.model, params)
     block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
-    pattern = DualStream(streams.segment_ids, block_size, objective.in_block)
+    pattern = DualStream(streams.segment_ids, block_size, objective.in_block, kept)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern, masked=streams.masked)
     carries_loss = jnp.concatenate([weights.ar, weights.mlm], axis=1) > 0
     token_losses = transformer.token_losses(hidden, streams.targets, carries_loss)
@@ -166,7 +207,8 @@ def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) ->
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
     loss = functools.partial(ar_forward, settings=settings)
     parts = batch, targets, ar_loss_weights(labelled)
-    gradients, metrics = accumulate(loss, state, parts, settings.micro_batches)
+    run = functools.partial(gradients_of, loss, state)
+    gradients, metrics = in_parts(run, parts, settings.micro_batches)
     rows = row_metrics(batch, settings, runs=jnp.int32(1), loss_rows=jnp.sum(labelled))
     return update(state, gradients, metrics | rows, settings)
 
@@ -206,21 +248,17 @@ def compile_step(
     )
 
 
-def accumulate(
-    loss: Callable[[Params, Any], tuple[jax.Array, Metrics]], state: TrainState, batch: Any, micro_batches: int
+def gradients_of(
+    loss: Callable[[Params, Any], tuple[jax.Array, Metrics]], state: TrainState, part: Any
 ) -> tuple[Params, Metrics]:
-    """Gradients, in what is trained, and metrics of a loss that is a plain sum over rows, as `in_parts`.
+    """Gradients, in what is trained, and metrics of a loss that is a plain sum over rows.
 
     Args:
       loss: (all parameters, part of the batch) -> (loss, its parts).
     """
-    value_and_grad = jax.value_and_grad(lambda params, part: loss(state.frozen | params, part), has_aux=True)
-
-    def run(part: Any) -> tuple[Params, Metrics]:
-        (value, parts), gradients = value_and_grad(state.params, part)
-        return gradients, {"loss": value, **parts}
-
-    return in_parts(run, batch, micro_batches)
+    value_and_grad = jax.value_and_grad(lambda params: loss(state.frozen | params, part), has_aux=True)
+    (value, parts), gradients = value_and_grad(state.params)
+    return gradients, {"loss": value, **parts}
 
 
 def in_parts(run: Callable[[Any], tuple[Params, Metrics]], batch: Any, micro_batches: int) -> tuple[Params, Metrics]:

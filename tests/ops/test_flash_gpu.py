@@ -18,6 +18,7 @@ from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
 from wedlm_jax.absent_devices import devices, has_gpu_compiler
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.kept_blocks import KeptBlocks
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.model.transformer import REMAT_POLICIES
 from wedlm_jax.ops.attention import OwnBlocks, flash_gpu, trial
@@ -126,18 +127,23 @@ def remat(attend):
 
 
 @pytest.mark.parametrize(
-    ("in_block", "wrapped"),
-    [("causal", lambda attend: attend), ("bidirectional", remat)],
-    ids=["causal", "bidirectional, remat"],
+    ("in_block", "wrapped", "kept"),
+    [
+        ("causal", lambda attend: attend, None),
+        ("bidirectional", remat, None),
+        ("causal", remat, KeptBlocks(jnp.array([[1, 2, 5]]), 32)),
+    ],
+    ids=["causal", "bidirectional, remat", "some blocks, remat"],
 )
 def test_the_dual_stream_by_flash_is_the_one_by_key_ranges_with_its_gradients(
-    interpreted, monkeypatch, in_block, wrapped
+    interpreted, monkeypatch, in_block, wrapped, kept
 ):
     monkeypatch.setattr(flash_gpu, "_kernels_of_this_gpu", lambda dtype: triton())
     segment_ids = jnp.asarray(np.repeat([[1, 1, 2, 0]], L // 4, axis=1))
-    pattern, random = DualStream(segment_ids, 32, in_block), np.random.default_rng(0)
-    *qkv, d_out = (jnp.asarray(random.normal(size=(1, 2 * L, heads, H)), jnp.float32) for heads in (2, 1, 1, 2))
-    real = jnp.tile(segment_ids > 0, 2)[..., None, None]
+    pattern, random = DualStream(segment_ids, 32, in_block, kept), np.random.default_rng(0)
+    real = jnp.concatenate([segment_ids, pattern.of_prediction(segment_ids)], axis=1)[..., None, None] > 0
+    tokens = real.shape[1]
+    *qkv, d_out = (jnp.asarray(random.normal(size=(1, tokens, heads, H)), jnp.float32) for heads in (2, 1, 1, 2))
 
     def output_and_gradients(attend, qkv):
         out, pullback = jax.vjp(lambda *qkv: jnp.where(real, wrapped(attend)(*qkv), 0), *qkv)

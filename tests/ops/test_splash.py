@@ -71,6 +71,8 @@ each_implementation = pytest.mark.parametrize("own", KERNELS_OF.values(), ids=KE
 @functools.partial(quick_jit, static_argnames=("mask", "own"))
 def output_and_gradients(q, k, v, d_out, segments, mask, own=True):
     attend = functools.partial(splash_attention, mask=mask, own_kernels=own, interpret=True)
+    if segments is not None:
+        segments = jnp.tile(segments, (1, mask.tokens // mask.length))
     function = lambda q, k, v: attend(q, k, v, segments)  # noqa: E731
     out, pullback = jax.vjp(function, q, k, v)
     return out, *pullback(d_out)
@@ -164,7 +166,8 @@ def test_eight_devices_give_what_one_gives():
     def on_eight(q, k, v, d_out, segments):
         with on_mesh(mesh):
             attend = functools.partial(splash_attention, mask=mask, own_kernels=True, interpret=True)
-            out, pullback = jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, segments), q, k, v)
+            of_both = jnp.tile(segments, (1, 2))
+            out, pullback = jax.vjp(lambda q, k, v: attend_over_mesh(attend, q, k, v, of_both), q, k, v)
             return out, *pullback(d_out)
 
     found = on_eight(*jax.device_put((q, k, v, d_out, segments), batch_sharding(mesh)))
@@ -206,7 +209,7 @@ def test_the_products_of_the_visited_tiles_are_counted_on_every_device(products)
     """Those of each kernel for each visited pair and head."""
     mask, rows, heads, head_dim = TwoStreamMask(256, 32), 4, 4, 64
     q, k, v, d_out = arrays(rows, mask.tokens, heads, 2, head_dim)
-    segments = np.ones((rows, mask.length), np.int32)
+    segments = np.ones((rows, mask.tokens), np.int32)
     attend = functools.partial(splash_attention, mask=mask, own_kernels="joint" in products)
 
     def on(mesh):

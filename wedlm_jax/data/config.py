@@ -38,7 +38,8 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "mixture": ("mixture",),
 }
 _NEED_PATH = ("chat", "text", "tokens", "completions", *_TABLES)
-_HAVE_NO_PROMPTS = ("stdlib_code", "text", "tokens", "completions")
+_LEARNED_WHOLE = ("stdlib_code", "text", "tokens")
+_HAVE_NO_PROMPTS = (*_LEARNED_WHOLE, "completions")  # that could be completed anew
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,11 @@ class DataConfig(SourceConfig):
         if self.held_out_share is not None and (own := _that_split_themselves(parts)):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
         return parts
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether documents may hold what is not learned."""
+        return any(part.source not in _LEARNED_WHOLE for part in self.mixture or (self,))
 
     @property
     def share_is_fixed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import chex
@@ -15,7 +16,7 @@ from wedlm_jax.diffusion.reordering import reorder_blocks, reorder_documents
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DualStreamBatch:
-    """What one training forward reads. The prediction stream is already in its physical order."""
+    """What one training forward reads. The prediction stream is already in its physical order: L rows, or those that run."""
 
     tokens: jax.Array  # int32 [B, 2L]: clean tokens, then blocks with masks, reordered
     positions: jax.Array  # int32 [B, 2L]
@@ -25,6 +26,16 @@ class DualStreamBatch:
     targets: jax.Array  # int32 [B, 2L]: the next token (memory, shifted), the token itself (prediction, in place)
     labelled: jax.Array  # bool [B, L]: memory rows that carry the AR loss
     learned: jax.Array  # bool [B, L]: tokens to be learned, masked or not (the loss mask)
+
+    def of_prediction(self, take: Callable[[jax.Array], jax.Array]) -> DualStreamBatch:
+        """With those rows of the prediction stream alone that `take` leaves of an array [B, L]."""
+        length = self.segment_ids.shape[1]
+        both = {
+            name: jnp.concatenate([x[:, :length], take(x[:, length:])], axis=1)
+            for name in ("tokens", "positions", "masked", "targets")
+            for x in [getattr(self, name)]
+        }
+        return dataclasses.replace(self, **both, mask_ratio=take(self.mask_ratio))
 
 
 def build_dual_stream(

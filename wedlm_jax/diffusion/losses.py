@@ -21,7 +21,7 @@ Normalization = Literal["weights", "tokens"]
 class LossWeights(NamedTuple):
     """What each row's cross-entropy counts for, already divided by the global normaliser."""
 
-    mlm: jax.Array  # float32 [B, L], over the prediction stream
+    mlm: jax.Array  # float32 [B, P], over the prediction stream: L rows, or those of it that run
     ar: jax.Array  # float32 [B, L], over the memory stream
 
 
@@ -57,16 +57,16 @@ def wedlm_loss(token_losses: jax.Array, weights: LossWeights, *, ar_loss_weight:
     """(MLM loss + w * AR loss) / (1 + w), from the cross-entropies of both streams.
 
     Args:
-      token_losses: float32 [B, 2L], memory rows against the next token, prediction rows against their own.
+      token_losses: float32 [B, L + P], memory rows against the next token, prediction rows against their own.
       weights: as `loss_weights` made them.
       ar_loss_weight: w; 0 leaves the MLM loss alone.
 
     Returns:
       the scalar loss and its parts {"mlm_loss", "ar_loss"}.
     """
-    B, L = weights.mlm.shape
-    chex.assert_shape(weights.ar, (B, L))
-    chex.assert_shape(token_losses, (B, 2 * L))
-    ar_losses, mlm_losses = jnp.split(token_losses, 2, axis=1)
+    chex.assert_equal_shape_prefix([weights.ar, weights.mlm], 1)
+    (B, L), P = weights.ar.shape, weights.mlm.shape[1]
+    chex.assert_shape(token_losses, (B, L + P))
+    ar_losses, mlm_losses = jnp.split(token_losses, [L], axis=1)
     mlm, ar = jnp.sum(weights.mlm * mlm_losses), jnp.sum(weights.ar * ar_losses)
     return (mlm + ar_loss_weight * ar) / (1.0 + ar_loss_weight), {"mlm_loss": mlm, "ar_loss": ar}

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from wedlm_jax.model.kept_blocks import beside_a_mask
 from wedlm_jax.model.layers import Layer
 from wedlm_jax.model.patterns import Causal, document_starts
 from wedlm_jax.model.rope import rope_angles
@@ -85,25 +86,6 @@ class Frozen(NamedTuple):
     memory: KeysValues  # of all layers, L keys
     observed: KeysValues  # of all layers, L places: the observed rows of the prediction stream in the first ones
     hidden: jax.Array  # [B, L, D]: the memory stream after the final norm
-
-
-def capacities(length: int) -> tuple[int, ...]:
-    """Numbers of rows that programs are compiled for: the quarters of L, the last of which holds any number."""
-    return tuple(sorted({-(-quarters * length // 4) for quarters in (1, 2, 3, 4)}))
-
-
-def least_holding(*chosen_BL: jax.Array) -> list[jax.Array]:
-    """Of each, the number of the least of `capacities` that holds the chosen rows of every row of the batch."""
-    # One maximum for all: over a mesh it is one reduction.
-    most = jnp.max(jnp.stack([jnp.sum(chosen, axis=1) for chosen in chosen_BL]), axis=1)
-    too_small = most[:, None] > jnp.array(capacities(chosen_BL[0].shape[1])[:-1])
-    return list(jnp.sum(too_small, axis=1))
-
-
-def beside_a_mask(masked_BL: jax.Array, block_size: int) -> jax.Array:
-    """bool [B, L]: the rows of blocks that hold a mask."""
-    holds = jnp.any(masked_BL.reshape(len(masked_BL), -1, block_size), axis=2)
-    return jnp.repeat(holds, block_size, axis=1)
 
 
 def before(chosen_BL: jax.Array) -> jax.Array:

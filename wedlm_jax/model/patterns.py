@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 import chex
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.model.kept_blocks import KeptBlocks
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.ops.attention import (
     DENSE_BLOCK,
@@ -61,6 +63,11 @@ class Causal:
     def by_flash(self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array) -> jax.Array:
         return flash_gpu.flash_attention(q_BLNH, k_BLKH, v_BLKH, *self.ranges(*q_BLNH.shape[:2]))
 
+    def by_splash(
+        self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, attend: Callable[..., jax.Array]
+    ) -> jax.Array:
+        return attend(q_BLNH, k_BLKH, v_BLKH, self.segment_ids)
+
     def ranges(self, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
         """Of every query the first key that it sees and the one after the last, int [B, L] each."""
         end = jnp.broadcast_to(jnp.arange(1, length + 1), (rows, length))
@@ -81,54 +88,82 @@ class DualStream:
     tokens sees the memory tokens of its document before its block and, causally, its own block. It never sees another
     prediction block. Documents start on a multiple of `block_size` and their pads (segment 0) come last in a block.
 
-    `in_block="bidirectional"` lets the tokens of a block see each other both ways (the paper's ablation, Figure 5c).
+    `in_block="bidirectional"` lets the tokens of a block see each other both ways (the paper's ablation, Figure 5c). With `kept`
+    the prediction stream is these blocks alone, and a row as much shorter.
     """
 
     segment_ids: jax.Array  # [B, L]; 0 = padding
     block_size: int = _static()
     in_block: Literal["causal", "bidirectional"] = _static("causal")
+    kept: KeptBlocks | None = None
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto") -> jax.Array:
         length = self.segment_ids.shape[1]
-        chex.assert_axis_dimension(q, 1, 2 * length)
+        chex.assert_axis_dimension(q, 1, length + self.of_prediction(self.segment_ids).shape[1])
         mask = splash.TwoStreamMask(length, self.block_size, self.in_block == "bidirectional")
         return _attend(self, mask, implementation, q, k, v)
+
+    def of_prediction(self, x: jax.Array) -> jax.Array:
+        """Of an array [B, L, ...] what belongs to the tokens of the prediction stream."""
+        return x if self.kept is None else self.kept.take(x)
 
     def by_ranges(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Both streams over the memory, the prediction blocks over themselves, merged by log-sum-exp."""
         length = self.segment_ids.shape[1]
-        (k_memory, k_prediction), (v_memory, v_prediction) = (jnp.split(x, 2, axis=1) for x in (k, v))
-        # Both streams of a block side by side, because they see about the same memory: what is read of it serves both.
-        start, end = (self._side_by_side(jnp.concatenate(x, axis=1)) for x in zip(*self.ranges(), strict=True))
-        out, lse = attend_ranges(self._side_by_side(q), k_memory, v_memory, start, end)
-        (memory, prefix), (_, prefix_lse) = self._streams(out), self._streams(lse)
+        (k_memory, k_prediction), (v_memory, v_prediction) = (jnp.split(x, [length], axis=1) for x in (k, v))
+        start, end = (
+            jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
+            for memory, prediction in zip(*self.ranges(), strict=True)
+        )
+        out, lse = attend_ranges(q, k_memory, v_memory, start, end)
         inside = self._attend_block(q[:, length:], self._own_blocks(k_prediction, v_prediction))
-        return jnp.concatenate([memory, merge(*inside, prefix, prefix_lse)], axis=1)
+        prediction = merge(*inside, out[:, length:], lse[:, length:])
+        return jnp.concatenate([out[:, :length], prediction], axis=1)
 
     def by_flash(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """A call for each stream; the prediction blocks' own keys go in as further keys of theirs."""
         (q_memory, q_prediction), (k_memory, k_prediction), (v_memory, v_prediction) = (
-            jnp.split(x, 2, axis=1) for x in (q, k, v)
+            jnp.split(x, 2, axis=1) for x in map(self.in_places, (q, k, v))
         )
-        of_memory, of_prediction = self.ranges()
-        own = self._own_blocks(k_prediction, v_prediction)
+        of_memory, (start, end) = self.ranges()
+        if self.kept is not None:
+            end = jnp.where(self.kept.there(end.shape[1]), end, start)
+        own = dataclasses.replace(self, kept=None)._own_blocks(k_prediction, v_prediction)
         # In float32 both streams' gradients of the memory are added before they are rounded.
         k_memory, v_memory = (x.astype(jnp.float32) for x in (k_memory, v_memory))
         memory = flash_gpu.flash_attention(q_memory, k_memory, v_memory, *of_memory)
-        prediction = flash_gpu.flash_attention(q_prediction, k_memory, v_memory, *of_prediction, own)
-        return jnp.concatenate([memory, prediction], axis=1)
+        prediction = flash_gpu.flash_attention(q_prediction, k_memory, v_memory, start, end, own)
+        return jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
+
+    def by_splash(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
+        """One call for both streams, `attend(q, k, v, segment_ids)` of 2L tokens. A block that is not kept counts as padding."""
+        length, of_prediction = self.segment_ids.shape[1], self.segment_ids
+        if self.kept is not None:
+            of_prediction = jnp.where(self.kept.there(length), of_prediction, 0)
+        segment_ids = jnp.concatenate([self.segment_ids, of_prediction], axis=1)
+        memory, prediction = jnp.split(attend(*map(self.in_places, (q, k, v)), segment_ids), 2, axis=1)
+        return jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
+
+    def in_places(self, x: jax.Array) -> jax.Array:
+        """[B, 2L, ...]: every block in its place, where kernels want it whose tiles are by place; zeros for one not kept."""
+        if self.kept is None:
+            return x
+        length = self.segment_ids.shape[1]
+        return jnp.concatenate([x[:, :length], self.kept.put(x[:, length:], length)], axis=1)
 
     def ranges(self) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         """(start, end), int [B, L] each, of the memory keys that a memory query sees and that a prediction query sees."""
         start, end = Causal(self.segment_ids).ranges(*self.segment_ids.shape)
-        return (start, end), (start, jnp.broadcast_to(self._block_starts(), start.shape))
+        return (start, end), (start, jnp.broadcast_to(self._block_starts(start.shape[1]), start.shape))
 
     def block_ranges(self) -> tuple[jax.Array, jax.Array]:
-        """(start, end), int [B, L] each, of the prediction keys that a prediction query sees: inside its block."""
-        start, end = Causal(self.segment_ids).ranges(*self.segment_ids.shape)
+        """(start, end), int each, of the prediction keys that each prediction query sees: inside its block."""
+        segment_ids = self.of_prediction(self.segment_ids)
+        start, end = Causal(segment_ids).ranges(*segment_ids.shape)
+        block_starts = self._block_starts(segment_ids.shape[1])
         if self.in_block == "bidirectional":
-            end = jnp.minimum(self._block_starts() + self.block_size, document_ends(self.segment_ids))
-        return jnp.maximum(start, self._block_starts()), end
+            end = jnp.minimum(block_starts + self.block_size, document_ends(segment_ids))
+        return jnp.maximum(start, block_starts), end
 
     def _own_blocks(self, k_prediction: jax.Array, v_prediction: jax.Array) -> OwnBlocks:
         return OwnBlocks(k_prediction, v_prediction, *self.block_ranges(), size=self.block_size)
@@ -139,23 +174,14 @@ class DualStream:
         out, lse = attend(*own.by_block(q))
         return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
-    def _block_starts(self) -> jax.Array:
-        index = jnp.arange(self.segment_ids.shape[1])
+    def _block_starts(self, length: int) -> jax.Array:
+        index = jnp.arange(length)
         return index - index % self.block_size
 
     def physical_index(self, length: int) -> jax.Array:
-        """int [B, 2L]: each stream counts for itself, and reordering moves tokens inside their block alone."""
-        return jnp.tile(Causal(self.segment_ids).physical_index(length // 2), 2)
-
-    def _side_by_side(self, x: jax.Array) -> jax.Array:
-        """[B, 2L, ...]: from the memory stream and then the prediction stream to block by block of both."""
-        return x.reshape(x.shape[0], 2, -1, self.block_size, *x.shape[2:]).swapaxes(1, 2).reshape(x.shape)
-
-    def _streams(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Back: the memory stream and the prediction stream, each [B, L, ...]."""
-        x = x.reshape(x.shape[0], -1, 2, self.block_size, *x.shape[2:])
-        memory, prediction = (x[:, :, stream].reshape(x.shape[0], -1, *x.shape[4:]) for stream in (0, 1))
-        return memory, prediction
+        """int [B, tokens of a row]: each stream counts for itself, and reordering moves tokens inside their block alone."""
+        index = Causal(self.segment_ids).physical_index(self.segment_ids.shape[1])
+        return jnp.concatenate([index, self.of_prediction(index)], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -243,24 +269,30 @@ def _attend(
 
     own_size = pattern.block_size if isinstance(pattern, DualStream) else 0
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, pattern: Causal | DualStream) -> jax.Array:
+        # As kernels get them: with every block in its place.
+        q_wide, k_wide = (jax.ShapeDtypeStruct((x.shape[0], mask.tokens, *x.shape[2:]), x.dtype) for x in (q, k))
+        q_stream, k_stream = (x.update(shape=(x.shape[0], mask.length, *x.shape[2:])) for x in (q_wide, k_wide))
         unsupported = {
-            "splash": splash.unsupported(q, k, mask),
-            "tokamax": flash_gpu.unsupported(q[:, : mask.length], k[:, : mask.length], own_size),
+            "splash": splash.unsupported(q_wide, k_wide, mask),
+            "tokamax": flash_gpu.unsupported(q_stream, k_stream, own_size),
         }
-        of_these = dataclasses.replace(pattern, segment_ids=segment_ids)
         failures = {"tokamax": functools.partial(trial.failure, "flash", *_tried(q, k.shape[2]))}
         match choose(implementation, unsupported, failures=failures):
             case "splash":
-                interpret = target_platform() != "tpu"
-                own = _own_kernels(q, k)
-                return splash.splash_attention(q, k, v, segment_ids, mask, own_kernels=own, interpret=interpret)
+                by_splash = functools.partial(
+                    splash.splash_attention,
+                    mask=mask,
+                    own_kernels=_own_kernels(q, k),
+                    interpret=target_platform() != "tpu",
+                )
+                return pattern.by_splash(q, k, v, by_splash)
             case "tokamax":
-                return of_these.by_flash(q, k, v)
+                return pattern.by_flash(q, k, v)
             case _:
-                return of_these.by_ranges(q, k, v)
+                return pattern.by_ranges(q, k, v)
 
-    return attend_over_mesh(attend, q, k, v, pattern.segment_ids)
+    return attend_over_mesh(attend, q, k, v, pattern)
 
 
 def _own_kernels(q: jax.Array, k: jax.Array) -> bool:

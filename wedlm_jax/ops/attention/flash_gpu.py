@@ -87,7 +87,9 @@ def flash_attention(
     return _attend(kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
-def unsupported(q_BTNH: jax.Array, k_BSKH: jax.Array, own_size: int = 0) -> str | None:
+def unsupported(
+    q_BTNH: jax.Array | jax.ShapeDtypeStruct, k_BSKH: jax.Array | jax.ShapeDtypeStruct, own_size: int = 0
+) -> str | None:
     """Why the kernels, and what is dense beside them for own blocks of `own_size`, cannot do this, or None if they can."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed (README, Install)"

@@ -81,13 +81,14 @@ class TwoStreamMask:
 
 
 Mask = CausalMask | TwoStreamMask
+Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def splash_attention(
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
-    segment_ids_BL: jax.Array | None,
+    segment_ids_BT: jax.Array | None,
     mask: Mask,
     *,
     own_kernels: bool = False,
@@ -98,8 +99,8 @@ def splash_attention(
     Args:
       q_BTNH: queries, N a multiple of K; keys are not repeated.
       k_BTKH, v_BTKH: keys and values.
-      segment_ids_BL: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. Of a
-        mask with two streams, the ids of one. None: a row is one segment.
+      segment_ids_BT: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. None: a
+        row is one segment.
       mask: who sees whom by place in the row; `mask.tokens` is T.
       own_kernels: by ours instead of jax's, where `splash_backward.unsupported` names no reason against them.
       interpret: run the kernels as plain operations, on any platform; slow.
@@ -113,21 +114,22 @@ def splash_attention(
     if reason := unsupported(q_BTNH, k_BTKH, mask):
         raise ValueError(f"splash attention: {reason}")
     chex.assert_equal_shape([k_BTKH, v_BTKH])
+    if segment_ids_BT is not None:
+        chex.assert_shape(segment_ids_BT, q_BTNH.shape[:2])
     heads = q_BTNH.shape[2]
     kernel = _kernel(mask, heads, interpret)
 
     def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
         q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
-        segments_T = None if row[3] is None else jnp.tile(row[3], mask.tokens // mask.length)
         if own_kernels:
-            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)
+            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, row[3])
         else:
-            out_NTH = _run(kernel, q_NTH, k_KTH, v_KTH, segments_T)
+            out_NTH = _run(kernel, q_NTH, k_KTH, v_KTH, row[3])
         return out_NTH.transpose(1, 0, 2)
 
     with kernel_runs(heads * _tiles_visited(kernel)["forward"]):  # the others visit the same tiles
-        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BL))
+        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -164,7 +166,7 @@ def _attend_backward(
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def unsupported(q_BTNH: jax.Array, k_BTKH: jax.Array, mask: Mask) -> str | None:
+def unsupported(q_BTNH: Shaped, k_BTKH: Shaped, mask: Mask) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     if mask.tokens % TILES[-1]:
         return f"rows of {mask.tokens} are not a multiple of {TILES[-1]}"

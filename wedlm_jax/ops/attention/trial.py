@@ -130,7 +130,7 @@ def _by_flash(q_memory, q_prediction, k, v, k_own, v_own):
 def _by_splash(q_memory, q_prediction, k, v, k_own, v_own):
     q, k, v = (jnp.concatenate(x, axis=1) for x in ((q_memory, q_prediction), (k, k_own), (v, v_own)))
     mask = TwoStreamMask(TOKENS, BLOCK_SIZE)
-    out = splash_attention(q, k, v, _ranges()[0] + 1, mask, own_kernels=True)
+    out = splash_attention(q, k, v, jnp.tile(_ranges()[0] + 1, 2), mask, own_kernels=True)
     return tuple(jnp.split(out, 2, axis=1))
 
 
