@@ -189,7 +189,7 @@ def evaluation(tmp_path_factory):
             seen["sweep"] = settings, [(task.name, problems) for task, problems in tasks], batch_size
             return [], {}
 
-        def bits_per_byte(model, texts, encode, *, row_length, batch_size):
+        def bits_per_byte(model, texts, encode, *, before, row_length, batch_size):
             seen["texts"] = len(texts)
             return BitsPerByte(bits=1.0, bytes=1, tokens=1)
 

@@ -9,6 +9,7 @@ python -m wedlm_jax.evaluate --model DIR --questions gsm8k.jsonl --max-new-token
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tokenizer import decoder_behind, encode_text
+from wedlm_jax.data.tokenizer import decoder_behind, encode_text, start_of_text
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
@@ -240,11 +241,10 @@ def evaluate_text(plan: Plan, experiment: Experiment, console: Console) -> dict[
     texts = [file.text for file in code_files("held_out", experiment.data.path)][: plan.config.held_out_files]
     measured = {}
     for name, model in plan.models.items():
-
-        def encode(text: str, tokenizer: Any = model.tokenizer) -> list[int]:
-            return encode_text(tokenizer, text)
-
-        bits = bits_per_byte(model, texts, encode, row_length=experiment.data.row_length, batch_size=ROWS_OF_A_FORWARD)
+        bits = bits_per_byte(
+            model, texts, functools.partial(encode_text, model.tokenizer), before=start_of_text(model.tokenizer),
+            row_length=experiment.data.row_length, batch_size=ROWS_OF_A_FORWARD,
+        )  # fmt: skip
         console.print(
             f"bits per byte, AR, {name}: {bits.value:.3f} ({len(texts)} held-out files, {bits.bytes:,} "
             f"bytes, {bits.tokens:,} tokens)"

@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.tiny import sentence, with_bos
 from wedlm_jax.data.config import DataConfig
-from wedlm_jax.data.examples import from_completion, from_tokens, label_completion
+from wedlm_jax.data.examples import end_token_id, from_completion, from_tokens, label_completion, pieces_of_text
 from wedlm_jax.data.packing import pack
-from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
@@ -69,3 +70,24 @@ def test_a_completion_is_learned_with_its_end_tokens_and_the_prompt_is_what_a_de
 
 def test_all_of_a_plain_text_is_learned():
     assert labels(from_tokens([5, 6, 7])) == [5, 6, 7]
+
+
+def test_every_text_of_a_tokenizer_with_a_bos_begins_with_it_in_pieces_that_fill_a_row():
+    tokenizer = with_bos()
+    bos, end = tokenizer.bos_token_id, end_token_id(tokenizer)
+    text = " ".join(sentence(number) for number in range(4))
+    ids = encode_text(tokenizer, text)
+    pieces = pieces_of_text(text, tokenizer, 8)
+    assert [len(piece) for piece in pieces[:-1]] == [8] * (len(ids) // 7) and len(pieces[-1]) <= 8
+    assert all(piece[0] == bos for piece in pieces)
+    assert np.concatenate([piece[1:] for piece in pieces]).tolist() == [*ids, end]
+    assert pieces_of_text(text, TOKENIZER, 8, ends=False)[0].tolist() == encode_text(TOKENIZER, text)[:8]
+
+
+def test_the_prompt_of_a_completion_begins_as_a_decoder_begins_it():
+    tokenizer = with_bos()
+    example = from_completion("one red", " bird", tokenizer, num_end_tokens=1)
+    prompt = tokenizer("one red")["input_ids"]
+    assert prompt[0] == tokenizer.bos_token_id
+    assert example.tokens[: len(prompt)].tolist() == prompt and not example.loss_mask[: len(prompt)].any()
+    assert tokenizer.bos_token_id not in example.tokens[1:]

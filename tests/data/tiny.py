@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -9,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from wedlm_jax.data.config import DataConfig
@@ -39,6 +40,16 @@ def sentencepiece() -> PreTrainedTokenizerBase:
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(parts)
     return PreTrainedTokenizerFast(tokenizer_object=model, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@functools.cache
+def with_bos() -> PreTrainedTokenizerBase:
+    """Ours, but that it begins every text with a token, as Llama's; its chat template writes none."""
+    begins = copy.deepcopy(tokenizer())
+    begins.add_special_tokens({"bos_token": "<s>"})
+    special = [("<s>", begins.bos_token_id)]
+    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=special)
+    return begins
 
 
 def sentence(number: int, length: int = 6) -> str:

@@ -3,13 +3,16 @@
 import copy
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from tests.data.test_chat import ASSISTANT, END, QWEN3_STYLE, USER, messages
 from tests.data.test_sources import WITH_TOOLS
+from tests.data.tiny import with_bos
 from tests.evals.models import tiny_model
 from wedlm_jax import DecodeConfig, generate
+from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.data.chat import prompt_of
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import DataConfig
@@ -118,3 +121,31 @@ def test_nothing_is_beside_a_prompt_of_another_kind(tmp_path, line, message):
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(UserError, match=f"in.jsonl:1: {message}"):
         read_prompts(tmp_path / "in.jsonl")
+
+
+def test_a_text_begins_as_its_tokenizer_begins_texts_and_what_a_template_wrote_does_not():
+    tokenizer = with_bos()
+    model = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+    bos = tokenizer.bos_token_id
+    model.config = dataclasses.replace(model.config, vocab_size=max(model.config.vocab_size, bos + 1))
+    ids = tokenizer("the cat", add_special_tokens=False)["input_ids"]
+    assert encode_prompt(model, "the cat") == tokenizer("the cat")["input_ids"] == [bos, *ids]
+    assert encode_prompt(model, "<s>the cat") == [bos, *ids]  # it is there
+    assert encode_prompt(model, ids) == ids
+    as_messages = encode_prompt(model, ASKED)
+    assert bos not in as_messages
+    assert encode_prompt(model, prompt_text(model, ASKED, "prompt")) == as_messages
+    with pytest.raises(UserError, match="empty"):
+        encode_prompt(model, "")
+
+
+def test_a_plain_chat_begins_once():
+    tokenizer = with_bos()
+    model = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+    model.config = dataclasses.replace(model.config, vocab_size=max(model.config.vocab_size, len(tokenizer)))
+    chat = Conversation(model, plain=True)
+    first = chat.prompt("the cat")
+    (completion,) = generate(tiny_model(), [[5, 6]], DecodeConfig("ar", max_new_tokens=2))
+    request = SimpleNamespace(prompt=first, config=DecodeConfig("ar"))
+    chat.add("the cat", SimpleNamespace(completion=completion, request=request))
+    assert first[0] == tokenizer.bos_token_id and chat.prompt("a mat").count(tokenizer.bos_token_id) == 1

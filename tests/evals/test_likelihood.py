@@ -60,6 +60,20 @@ def test_a_text_longer_than_a_row_is_still_scored_to_its_end():
     assert cut.tokens == whole.tokens and cut.bits == pytest.approx(whole.bits, rel=0.2) and cut.bits != whole.bits
 
 
+def test_what_every_text_begins_behind_is_read_and_not_scored():
+    model, before = tiny_model(), (7, 9)
+    bits = 0.0
+    for text in TEXTS:
+        ids = encode(text)
+        tokens = jnp.asarray([[*before, *ids]])
+        logits = model(tokens, positions=jnp.arange(tokens.shape[1])[None])[0, 1:-1]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(ids)[:, None], axis=-1)
+        bits -= float(chosen.sum()) / math.log(2)
+    measured = bits_per_byte(model, TEXTS, encode, row_length=128, batch_size=2, before=before)
+    assert measured.bits == pytest.approx(bits, rel=1e-5)
+    assert measured.tokens == sum(len(encode(text)) for text in TEXTS)
+
+
 def test_masked_loss_of_a_random_model_is_near_uniform_at_every_ratio():
     model = tiny_model()
     stream = batches(DataConfig(row_length=64), model.tokenizer, 8, 2, 0, "held_out")

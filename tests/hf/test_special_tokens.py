@@ -5,7 +5,7 @@ import json
 import warnings
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from wedlm_jax.data.tokenizer import train_tokenizer
@@ -201,21 +201,6 @@ def test_a_tokenizer_model_alone_is_warned_of_and_carried_along(tmp_path, copy_o
     for _ in range(2):  # over an earlier export as well
         save_hf(model, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"pieces"
-
-
-def test_a_token_that_the_tokenizer_would_put_before_every_text_is_told(tmp_path):
-    begins = tokenizer(bos_token="<s>")
-    begins.save_pretrained(tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tokenizer_in(tmp_path)  # a bos token alone, as SmolLM2's, begins no text
-    bos = [("<s>", begins.bos_token_id)]
-    begins.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=bos)
-    begins.save_pretrained(tmp_path)
-    with pytest.warns(
-        UserWarning, match="begins a text with '<s>', which nothing here puts before plain text: write it"
-    ):
-        assert tokenizer_in(tmp_path)("w1", add_special_tokens=True)["input_ids"] == [begins.bos_token_id, 1]
 
 
 def test_a_tokenizer_without_files_is_saved(tmp_path, copy_of):

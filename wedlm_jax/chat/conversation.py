@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wedlm_jax.data.tokenizer import decoder_behind
-from wedlm_jax.decode.prompts import encode_prompt, render_messages
+from wedlm_jax.decode.prompts import Verbatim, encode_prompt, render_messages
 from wedlm_jax.engine import Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import Model
@@ -49,8 +49,8 @@ class Conversation:
         """Tokens of the whole dialogue with `said` as the user's next turn, up to where the answer begins."""
         text = self._prompt_text(said)
         if self._ids and text.startswith(self._text):
-            return [*self._ids, *self._encode(text[len(self._text) :])]
-        return self._encode(text)
+            return [*self._ids, *encode_prompt(self._model, Verbatim(text[len(self._text) :]))]
+        return encode_prompt(self._model, text)
 
     def add(self, said: str, answer: Ticket) -> None:
         """Takes a turn and its finished answer in."""
@@ -67,6 +67,3 @@ class Conversation:
         if self._plain:
             return f"{self._text}\n{said}" if self._text else said
         return render_messages(self._model, [*self._messages, {"role": "user", "content": said}])
-
-    def _encode(self, text: str) -> list[int]:
-        return encode_prompt(self._model, text)

@@ -24,11 +24,12 @@ from wedlm_jax.data.examples import (
     from_completion,
     from_tokens,
     label_completion,
+    pieces_of_text,
 )
 from wedlm_jax.data.records import BadRecord, Chat, Completion, DecodedReply, Record, Source, Text
 from wedlm_jax.data.sources import open_source
 from wedlm_jax.data.split import Split, content_of, split_by_hash
-from wedlm_jax.data.tokenizer import encode_text, vocabulary_rows
+from wedlm_jax.data.tokenizer import vocabulary_rows
 from wedlm_jax.errors import UserError
 
 _PIECES_APART = 1_000_003  # between the ids of two pieces of one document, so that a batch does not hold one id twice
@@ -185,15 +186,14 @@ class Documents:
         if isinstance(record, Text):
             if not record.text:
                 raise BadRecord("the text is empty")
-            end = [end_token_id(tokenizer)] if record.ends else []
-            documents = [np.array([*encode_text(tokenizer, record.text), *end], np.int32)]
+            pieces = pieces_of_text(record.text, tokenizer, config.row_length, ends=record.ends)
         else:
             _check_tokens(record.tokens, self._rows)
             ends = () if record.document_end_id is None else np.flatnonzero(record.tokens == record.document_end_id) + 1
             documents = [part.astype(np.int32) for part in np.split(record.tokens, ends) if len(part)]
-        pieces = [
-            d[start : start + config.row_length] for d in documents for start in range(0, len(d), config.row_length)
-        ]
+            pieces = [
+                d[start : start + config.row_length] for d in documents for start in range(0, len(d), config.row_length)
+            ]
         return tuple(from_tokens(piece, _id(index + number * _PIECES_APART)) for number, piece in enumerate(pieces))
 
     def _whole(self, example: Example) -> Example:

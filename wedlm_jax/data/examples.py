@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.records import BadRecord, UnfitTokenizer
-from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.data.tokenizer import begun, encode_text, start_of_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +52,25 @@ def label_completion(
 def from_completion(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, num_end_tokens: int, document_id: int = 0
 ) -> Example:
-    """A plain prompt and its completion. The two are encoded apart, so a decoder given the prompt sees the very same tokens."""
+    """A plain prompt and its completion. The two are encoded apart, so a decoder given the prompt sees the very same tokens,
+    which begin with `start_of_text`."""
     end = end_token_id(tokenizer)
-    prompt_ids = encode_text(tokenizer, prompt)
+    prompt_ids = begun(tokenizer, encode_text(tokenizer, prompt))
     tokens = [*prompt_ids, *encode_text(tokenizer, completion), end]
     return label_completion(
         tokens, len(prompt_ids), num_end_tokens=num_end_tokens, end_token_id=end, document_id=document_id
     )
+
+
+def pieces_of_text(
+    text: str, tokenizer: PreTrainedTokenizerBase, row_length: int, *, ends: bool = True
+) -> list[np.ndarray]:
+    """A plain text as token ids, its end token behind it if it `ends`, in pieces that fill a row, each of which begins as a
+    document does (`start_of_text`)."""
+    tokens = [*encode_text(tokenizer, text), *([end_token_id(tokenizer)] if ends else [])]
+    size = row_length - len(start_of_text(tokenizer))
+    pieces = (tokens[at : at + size] for at in range(0, len(tokens), size))
+    return [np.array(begun(tokenizer, piece), np.int32) for piece in pieces]
 
 
 def from_tokens(tokens: Sequence[int] | np.ndarray, document_id: int = 0) -> Example:

@@ -12,7 +12,7 @@ from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example
 from wedlm_jax.data.records import BadRecord, Chat, Completion, Record
-from wedlm_jax.data.tokenizer import encode_text
+from wedlm_jax.data.tokenizer import begun, encode_text
 from wedlm_jax.errors import UserError
 
 
@@ -24,6 +24,7 @@ class Prompts(Documents):
             ids = prompt_of(record.messages, self._tokenizer, record.tools, record.variables)
         elif isinstance(record, Completion):
             ids = encode_text(self._tokenizer, record.prompt)
+            ids = begun(self._tokenizer, ids) if ids else ids
         else:
             raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
         if not ids:

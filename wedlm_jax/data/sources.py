@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig, SourceConfig
-from wedlm_jax.data.examples import end_token_id
+from wedlm_jax.data.examples import pieces_of_text
 from wedlm_jax.data.files import find_files
 from wedlm_jax.data.json_lines import ENDINGS, JsonLines, json_lines_beside_text
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
@@ -20,7 +20,6 @@ from wedlm_jax.data.split import Split
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
-from wedlm_jax.data.tokenizer import encode_text
 from wedlm_jax.errors import UserError, reading
 
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
@@ -180,8 +179,7 @@ class CodePieces:
         self._pieces: list[np.ndarray] = []
         self._files: list[str] = []
         for file in code_files(split, folder):
-            tokens = np.array([*encode_text(tokenizer, file.text), end_token_id(tokenizer)], np.int32)
-            pieces = [tokens[start : start + row_length] for start in range(0, len(tokens), row_length)]
+            pieces = pieces_of_text(file.text, tokenizer, row_length)
             self._pieces += pieces
             self._files += [file.path] * len(pieces)
 

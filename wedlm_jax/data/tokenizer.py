@@ -134,6 +134,20 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
+@functools.lru_cache(maxsize=8)
+def start_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer puts before every text, as Llama's its BOS; of most tokenizers nothing."""
+    with _ENCODING:
+        alone, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    return tuple(whole[: next(n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)])
+
+
+def begun(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Ids of a text as a document begins, behind `start_of_text`; as they are where that stands there already."""
+    start = start_of_text(tokenizer)
+    return [*ids] if tuple(ids[: len(start)]) == start else [*start, *ids]
+
+
 @functools.lru_cache(maxsize=8)  # to look what a tokenizer does takes longer than to decode a text
 def decoder_behind(tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     """What gives the text of ids that stand behind other text, of which further ids change no whole character; options as of

@@ -14,7 +14,7 @@ from wedlm_jax.data.chat import write_prompt
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables
 from wedlm_jax.data.messages import read_messages
 from wedlm_jax.data.records import BadRecord
-from wedlm_jax.data.tokenizer import encode_with_control_tokens
+from wedlm_jax.data.tokenizer import begun, encode_with_control_tokens
 from wedlm_jax.errors import UserError, shown
 from wedlm_jax.model.handle import Model
 
@@ -24,8 +24,13 @@ Prompt = str | Sequence[int] | Messages | Mapping[str, Any]
 BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 
 
+class Verbatim(str):
+    """Text as it is: what a chat template wrote, which gave it a beginning, or what stands behind other text."""
+
+
 def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
-    """Token ids of a prompt: text as it is, messages through the tokenizer's chat template, ids checked.
+    """Token ids of a prompt: text as a document begins (`start_of_text`), messages through the tokenizer's chat template, ids
+    checked.
 
     Raises:
       UserError: where the prompt is empty, holds an id out of range, or is text and the model has no tokenizer.
@@ -34,6 +39,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         prompt = np.asarray(prompt)
     if isinstance(prompt, str):
         ids = _encode(model, prompt, name)
+        ids = ids if isinstance(prompt, Verbatim) or not ids else begun(model.tokenizer, ids)
     elif isinstance(prompt, Mapping) or (isinstance(prompt, Sequence) and prompt and _are_messages(prompt)):
         ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
     elif _is_list(prompt) and all(_is_id(i) for i in prompt):
@@ -87,7 +93,7 @@ def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: str = "prompt") -> str:
+def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: str = "prompt") -> Verbatim:
     """Messages as the tokenizer's chat template writes them, up to where the answer begins; read as training data are.
 
     Raises:
@@ -99,7 +105,7 @@ def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: st
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
     try:
-        return write_prompt(read_messages([*messages], "messages"), tokenizer, tools, variables)
+        return Verbatim(write_prompt(read_messages([*messages], "messages"), tokenizer, tools, variables))
     except BadRecord as error:
         raise UserError(f"{name}: {error}") from None
 

@@ -29,7 +29,7 @@ MASK_RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 @dataclasses.dataclass(frozen=True)
 class BitsPerByte:
-    """AR likelihood of texts. Every token is counted once; the first of a text, which nothing precedes, costs log2 V bits."""
+    """AR likelihood of texts. Every token is counted once; a first one that nothing precedes costs log2 V bits."""
 
     bits: float
     bytes: int  # of the texts in UTF-8
@@ -47,6 +47,7 @@ def bits_per_byte(
     *,
     row_length: int,
     batch_size: int,
+    before: Sequence[int] = (),
 ) -> BitsPerByte:
     """AR bits per byte over whole texts, in rows of `row_length` tokens that overlap by half.
 
@@ -57,9 +58,10 @@ def bits_per_byte(
       encode: text to token ids.
       row_length: the longest row that the model is run on.
       batch_size: rows a forward.
+      before: tokens that every text begins behind, which are not scored.
     """
-    documents = [encode(text) for text in texts]
-    rows = [row for tokens in documents for row in scoring_rows(tokens, row_length)]
+    documents = [[*before, *encode(text)] for text in texts]
+    rows = [row for tokens in documents for row in scoring_rows(tokens, row_length, first=max(1, len(before)))]
     graph, params = nnx.split(model.transformer)
     nats = 0.0
     for start in range(0, len(rows), batch_size):
@@ -69,14 +71,15 @@ def bits_per_byte(
             tokens[i, : len(piece)] = piece
             scored[i, first_scored : len(piece)] = True
         nats += float(_next_token_nats(graph, params, jnp.asarray(tokens), jnp.asarray(scored), mesh=model.mesh))
-    bits = nats / math.log(2) + len(texts) * math.log2(model.config.vocab_size)
-    return BitsPerByte(bits, sum(len(text.encode()) for text in texts), sum(map(len, documents)))
+    bits = nats / math.log(2) + (0 if before else len(texts) * math.log2(model.config.vocab_size))
+    tokens_of_texts = sum(len(tokens) - len(before) for tokens in documents)
+    return BitsPerByte(bits, sum(len(text.encode()) for text in texts), tokens_of_texts)
 
 
-def scoring_rows(tokens: Sequence[int], row_length: int) -> Iterator[tuple[Sequence[int], int]]:
-    """Rows (tokens, first scored index) that overlap by half; together they score each token but the first exactly once."""
+def scoring_rows(tokens: Sequence[int], row_length: int, first: int = 1) -> Iterator[tuple[Sequence[int], int]]:
+    """Rows (tokens, first scored index) that overlap by half; together they score each token from `first` on exactly once."""
     stride = row_length - row_length // 2
-    scored = 1
+    scored = first
     for start in range(0, max(len(tokens) - row_length // 2, 1), stride):
         yield tokens[start : start + row_length], scored - start
         scored = min(start + row_length, len(tokens))

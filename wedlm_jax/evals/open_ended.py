@@ -11,7 +11,7 @@ import numpy as np
 
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import CodeFile
-from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.prompts import Verbatim, encode_prompt
 from wedlm_jax.decode.scores import score
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
@@ -161,7 +161,8 @@ def measure(
     of_references = None
     if references is not None:  # before any is decoded
         length = max(s.config.max_new_tokens for s in settings)
-        goes_on = [encode_prompt(model, text, f"what follows prompt {i}")[:length] for i, text in enumerate(references)]
+        named = ((f"what follows prompt {i}", Verbatim(text)) for i, text in enumerate(references))
+        goes_on = [encode_prompt(model, text, name)[:length] for name, text in named]
         of_references = np.stack([judge(model, *pair).feature for pair in zip(encoded, goes_on, strict=True)])
     levels = by_level(entropies)
     problems = {level: [Problem(level, prompts[i], "", "") for i in members] for level, members in levels.items()}

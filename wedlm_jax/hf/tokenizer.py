@@ -35,7 +35,7 @@ OFFICIAL_MASK_TOKEN_ID = 151_665
 
 def tokenizer_in(directory: Path) -> Any | None:
     """The tokenizer of local files, as a transformers fast tokenizer; None where the directory has none. With a warning where it
-    has a tokenizer.model alone, and where the tokenizer would put a token before every text, as Llama's its BOS."""
+    has a tokenizer.model alone."""
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         if (directory / "tokenizer.model").is_file():
             warnings.warn(
@@ -44,15 +44,7 @@ def tokenizer_in(directory: Path) -> Any | None:
                 stacklevel=3,
             )
         return None
-    tokenizer = load_tokenizer(directory)
-    first, begun = (tokenizer("a", add_special_tokens=special)["input_ids"][:1] for special in (False, True))
-    if first != begun:
-        warnings.warn(
-            f"{directory}: its tokenizer begins a text with {tokenizer.decode(begun)!r}, which nothing here puts before plain "
-            "text: write it at the start of a prompt; a chat template writes its own, and plain text is learned without",
-            stacklevel=3,
-        )
-    return tokenizer
+    return load_tokenizer(directory)
 
 
 def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Path) -> None:
