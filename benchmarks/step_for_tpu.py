@@ -30,7 +30,7 @@ from wedlm_jax.sharding import make_mesh
 from wedlm_jax.train_step import compile_step
 
 # Whether kernels are gathered before a product, whether a product turns queries and keys, model.remat, model.scan_layers, and how
-# many quarters of the prediction stream's blocks run.
+# many quarters of the prediction stream's blocks run (train.skip_unread).
 FORMS: dict[str, tuple[bool, bool, str, bool, int]] = {
     "as XLA gathers, halves rotated": (False, False, "full", True, 4),
     "kernels gathered whole": (True, False, "full", True, 4),
@@ -62,7 +62,7 @@ def main() -> None:
 
 def row(name: str, flags: Flags) -> tuple[str, ...]:
     whole, by_product, remat, scan_layers, quarters = FORMS[name]
-    form = [f"model.remat={remat}", f"model.scan_layers={scan_layers}"]
+    form = [f"model.remat={remat}", f"model.scan_layers={scan_layers}", f"train.skip_unread={quarters < 4}"]
     experiment = load_experiment(flags.exp, [*flags.overrides, *form])
     mesh = make_mesh(experiment.mesh, devices(canonical(flags.topology)))
     with contextlib.ExitStack() as forms:

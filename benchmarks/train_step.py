@@ -129,14 +129,14 @@ def settings_of(flags: Flags) -> StepSettings:
     objective = ObjectiveConfig(block_size=flags.block_size)
     return StepSettings(
         model_of(flags), objective, OptimizerConfig(), mask_token_id=official.MASK_TOKEN_ID, total_steps=100, seed=0,
-        prompts=flags.prompt_share > 0,
+        skip_unread=flags.prompt_share > 0,
     )  # fmt: skip
 
 
 def adapter_settings_of(flags: Flags, rank: int) -> StepSettings:
     objective = dataclasses.replace(load_experiment("quickstart_adapter").objective, block_size=flags.block_size)
     model = dataclasses.replace(model_of(flags), adapter=AdapterConfig(rank=rank))
-    return dataclasses.replace(settings_of(flags), model=model, objective=objective)
+    return dataclasses.replace(settings_of(flags), model=model, objective=objective, skip_unread=None)
 
 
 def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
@@ -158,7 +158,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
     square, square_flops = square_products(model.dtype)
     programs: dict[str, Any] = {"whole step": (functools.partial(wedlm_step, settings=settings), (state, batch))}
     if flags.prompt_share:
-        every_row = functools.partial(wedlm_step, settings=dataclasses.replace(settings, prompts=False))
+        every_row = functools.partial(wedlm_step, settings=dataclasses.replace(settings, skip_unread=False))
         programs["whole step, all blocks run"] = every_row, (state, batch)
     if flags.adapter is not None:
         gated = adapter_settings_of(flags, flags.adapter)

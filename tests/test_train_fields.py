@@ -30,7 +30,7 @@ def seen(monkeypatch):
     seen = {"settings": None, "batches": [], "validations": None, "wandb": None, "saves": []}
 
     def compile_step(step, settings, mesh):
-        seen["settings"] = settings.total_steps, settings.seed, settings.micro_batches
+        seen["settings"] = settings.total_steps, settings.seed, settings.micro_batches, settings.skip_unread
 
         def update(state, batch):
             seen["batches"].append(batch.tokens.tolist())
@@ -92,6 +92,7 @@ CHANGES = {
     "steps": "3", "batch_size": "4", "micro_batches": "2", "seed": "1", "log_every": "1", "checkpoint_every": "8",
     "keep_checkpoints": "2", "best_metric": "validation_ar_loss", "max_skipped_in_row": "2", "eval_every": "2",
     "eval_batches": "1", "eval_samples": "0", "profile_steps": "2", "tensorboard": "true", "wandb": "mine",
+    "skip_unread": "true",
 }  # fmt: skip
 
 

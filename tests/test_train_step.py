@@ -352,7 +352,7 @@ def prompt_batch(share):
     return dataclasses.replace(batch, loss_mask=learned)
 
 
-PROMPTS = dataclasses.replace(SETTINGS, prompts=True)
+SKIPPING = dataclasses.replace(SETTINGS, skip_unread=True)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +362,9 @@ PROMPTS = dataclasses.replace(SETTINGS, prompts=True)
 )
 def test_an_update_is_the_same_where_blocks_without_a_mask_do_not_run(monkeypatch, share, blocks, in_parts):
     """`blocks`: how many of the six of a row the step is compiled for."""
-    monkeypatch.setattr(train_step, "LEAST_LENGTH", 24)
     monkeypatch.setattr(train_step, "capacities", lambda count: blocks)
     compile_step.cache_clear()
-    batch, settings = prompt_batch(share), dataclasses.replace(PROMPTS, micro_batches=in_parts)
+    batch, settings = prompt_batch(share), dataclasses.replace(SKIPPING, micro_batches=in_parts)
     whole, metrics = run(wedlm_step, batch)
     some, metrics_of_some = run(wedlm_step, batch, settings=settings)
     for name in set(metrics) - {"useful_flops"}:
@@ -376,7 +375,6 @@ def test_an_update_is_the_same_where_blocks_without_a_mask_do_not_run(monkeypatc
 
 def test_what_does_not_run_is_not_computed(monkeypatch):
     """A quarter of the prediction stream beside the memory stream: 5/8 of the arithmetic, and of the useful FLOPs."""
-    monkeypatch.setattr(train_step, "LEAST_LENGTH", 512)
     batch = packed_batch(rows=1, length=512)
     batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (batch.positions >= 200))
     state = fresh_state()
@@ -384,8 +382,18 @@ def test_what_does_not_run_is_not_computed(monkeypatch):
     def products(settings):
         return matmul_flops(jax.make_jaxpr(functools.partial(wedlm_step, settings=settings))(state, batch).jaxpr)
 
-    assert not PROMPTS.leaves_out_blocks(511) and PROMPTS.leaves_out_blocks(512)
     whole = products(SETTINGS)
-    assert products(PROMPTS) == pytest.approx(whole, rel=0.01)  # of the branches the largest counts
+    assert products(SKIPPING) == pytest.approx(whole, rel=0.01)  # of the branches the largest counts
     monkeypatch.setattr(train_step, "capacities", lambda blocks: (blocks // 4,))
-    assert products(PROMPTS) == pytest.approx(0.625 * whole, rel=0.05)
+    assert products(SKIPPING) == pytest.approx(0.625 * whole, rel=0.05)
+
+
+def test_blocks_are_left_out_unasked_of_long_rows_with_prompts_and_not_on_a_tpu(monkeypatch):
+    of_prompts = dataclasses.replace(SETTINGS, prompts=True)
+    asked = dataclasses.replace(of_prompts, skip_unread=True), dataclasses.replace(of_prompts, skip_unread=False)
+    assert [s.leaves_out_blocks(511) for s in (SETTINGS, of_prompts, *asked)] == [False, False, True, False]
+    assert [s.leaves_out_blocks(512) for s in (SETTINGS, of_prompts, *asked)] == [False, True, True, False]
+    monkeypatch.setattr(train_step, "target_platform", lambda: "tpu")
+    assert [s.leaves_out_blocks(512) for s in (SETTINGS, of_prompts, *asked)] == [False, False, True, False]
+    with pytest.raises(UserError, match=r"train.skip_unread=True is neither .* objective.streams=single"):
+        dataclasses.replace(with_objective(streams="single"), skip_unread=True)

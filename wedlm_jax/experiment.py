@@ -74,6 +74,7 @@ FREE_TO_CHANGE = (
     "mesh", *(f"model.{name}" for name in MEANS), "evaluation", "data.num_workers", "data.on_bad_record", "train.micro_batches",
     "train.log_every", "train.checkpoint_every", "train.keep_checkpoints", "train.best_metric", "train.max_skipped_in_row",
     "train.eval_every", "train.eval_batches", "train.eval_samples", "train.profile_steps", "train.tensorboard", "train.wandb",
+    "train.skip_unread",
 )  # fmt: skip
 
 
@@ -84,6 +85,8 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16  # rows of a step, over all devices
     micro_batches: int = 1  # gradient accumulation: the rows of a step are run in this many parts
+    # Blocks without a mask, as of prompts, do not run; None: in rows of 512 tokens and more of data with prompts, not on a TPU
+    skip_unread: bool | None = None
     seed: int = 0  # of the parameters, the order of the data and the corruption
     log_every: int = 10  # steps
     checkpoint_every: int = 500  # steps; the last step is always saved
@@ -186,7 +189,8 @@ class Experiment:
         config = self.train
         return StepSettings(
             model=model, objective=self.objective, optimizer=self.optimizer, mask_token_id=mask_token_id,
-            total_steps=config.steps, seed=config.seed, micro_batches=config.micro_batches, prompts=self.data.has_prompts,
+            total_steps=config.steps, seed=config.seed, micro_batches=config.micro_batches,
+            skip_unread=config.skip_unread, prompts=self.data.has_prompts,
         )  # fmt: skip
 
     @property

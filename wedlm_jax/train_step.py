@@ -24,6 +24,7 @@ from wedlm_jax.model.kept_blocks import KeptBlocks, beside_a_mask, capacities, l
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
+from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import batch_sharding, on_mesh, replicated
 from wedlm_jax.train_state import TrainState, state_shardings
@@ -34,7 +35,7 @@ Metrics = dict[str, jax.Array]
 # The MLM loss by the mask ratio of the block: mean cross-entropy of the masked tokens, gamma up to the number in the name.
 LOSS_BY_RATIO = ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00")
 
-# Tokens of the shortest rows of which blocks are left out: in shorter ones that saves less time than compiling it takes.
+# Tokens of the shortest rows of which blocks are left out unasked: in shorter ones that saves less time than compiling takes.
 LEAST_LENGTH = 512
 
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
@@ -54,9 +55,8 @@ class StepSettings:
     total_steps: int
     seed: int
     micro_batches: int = 1  # gradient accumulation: a step's batch is run in this many parts
-    prompts: bool = (
-        False  # whether rows may hold much that is not learned: then not all of the prediction stream has to run
-    )
+    skip_unread: bool | None = None  # blocks of the prediction stream without a mask do not run; None: by `prompts`
+    prompts: bool = False  # whether rows may hold much that is not learned
 
     def __post_init__(self) -> None:
         self.objective.check_adapter(self.model.adapter)
@@ -67,6 +67,11 @@ class StepSettings:
                 f"model.param_dtype={self.model.param_dtype} is for the base of an adapter, which stays as it is; most updates "
                 "of a model that is trained itself would round to nothing: leave it out (model.dtype is what it computes in)"
             )
+        if self.skip_unread is not None and (self.only_mask_rows or self.objective.streams == "single"):
+            raise UserError(
+                f"train.skip_unread={self.skip_unread} is neither for an adapter with rows=mask, which skips always, nor for "
+                "objective.streams=single, where a document is one block; leave it out"
+            )
         if self.only_mask_rows and self.model.position_embedding_type != "rope":
             raise UserError("model.adapter with rows=mask is not implemented for learned absolute positions")
 
@@ -76,7 +81,12 @@ class StepSettings:
 
     def leaves_out_blocks(self, length: int) -> bool:
         """Whether blocks without a mask do not run, of rows of `length`: the step is compiled for each of `capacities`."""
-        return self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH
+        if self.skip_unread is not None:
+            return self.skip_unread
+        # Splash takes blocks in their places: on a TPU that costs a small model more than it saves (by the compiler's cycles).
+        return (
+            self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH and target_platform() != "tpu"
+        )
 
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
@@ -143,7 +153,7 @@ def both_streams(
     read = with_a_mask(streams.masked[:, length:], block_size)
 
     def run(capacity: int) -> tuple[Params, Metrics]:
-        kept = KeptBlocks.of(read, block_size, capacity)
+        kept = KeptBlocks.of(read, block_size, capacity) if capacity < read.shape[1] else None
         return gradients_of(functools.partial(wedlm_forward, settings=settings, kept=kept), state, part)
 
     (least,) = least_holding(read)

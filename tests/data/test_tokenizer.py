@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tests.data.tiny import config_of, sentencepiece
+from tests.data.tiny import config_of, sentencepiece, with_bos
 from tests.data.tiny import tokenizer as tiny_tokenizer
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
@@ -26,6 +27,7 @@ from wedlm_jax.data.tokenizer import (
     encode_with_control_tokens,
     load_tokenizer,
     save_tokenizer,
+    start_of_text,
     train_tokenizer,
     vocabulary_rows,
 )
@@ -163,3 +165,20 @@ def test_the_text_of_a_prompt_and_the_text_behind_it_are_the_whole_text(tokenize
     whole = [before + behind for before, behind in halves if "\N{REPLACEMENT CHARACTER}" not in before + behind]
     assert whole == [text] * len(whole)
     assert len(whole) > 1
+
+
+def test_the_start_of_a_text_is_what_its_tokenizer_puts_before_any_text():
+    assert start_of_text(tiny_tokenizer()) == () == start_of_text(sentencepiece())
+    assert start_of_text(with_bos()) == (with_bos().bos_token_id,)
+
+
+@pytest.mark.parametrize("model", [models.BPE, models.WordLevel], ids=["BPE", "WordLevel"])
+@pytest.mark.parametrize("begins", [True, False])
+def test_of_a_vocabulary_without_the_letter_a_too(model, begins):
+    """As of DNA, and as one of whole words, which raises an error of its own."""
+    vocabulary = {name: number for number, name in enumerate(["<s>", "C", "G"])}
+    of_dna = Tokenizer(model(vocab=vocabulary, **({"merges": []} if model is models.BPE else {})))
+    if begins:
+        of_dna.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_dna, bos_token="<s>")
+    assert start_of_text(tokenizer) == ((0,) if begins else ())

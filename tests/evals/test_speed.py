@@ -1,15 +1,18 @@
 """Decoders compared on the same prompts: exact lengths, warm calls, medians, ratios of totals."""
 
+import dataclasses
 import itertools
 import math
 
 import pytest
 
+from tests.data.tiny import with_bos
 from tests.evals.models import tiny_model
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
 from wedlm_jax.decode import generation
 from wedlm_jax.decode.config import DecodeConfig
+from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
@@ -29,6 +32,20 @@ def test_every_prompt_has_exactly_the_length_asked_for_and_ends_in_a_problem_of_
         for i, prompt in enumerate(prompts):
             text = model.tokenizer.decode(prompt)
             assert text.endswith(PROBLEMS[i].prompt) and f"Answer {i}" not in text
+
+
+def test_prompts_begin_as_their_tokenizer_begins_texts_whatever_is_cut_off():
+    tokenizer = with_bos()
+    model = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+    for tokens in (1, 5, 60):
+        for prompt in prompts_of(model, PROBLEMS, Work("echo", 3, tokens, 8)):
+            assert len(prompt) == tokens and prompt[0] == tokenizer.bos_token_id not in prompt[1:]
+    longest = longest_prompt(model, PROBLEMS)
+    assert {len(ids) for ids in prompts_of(model, PROBLEMS, Work("echo", 6, longest, 8))} == {longest}
+    length = own_length(model, PROBLEMS)
+    assert prompts_of(model, PROBLEMS, Work("echo", 1, length, 8, alone=True)) == [
+        encode_prompt(model, PROBLEMS[0].prompt)
+    ]
 
 
 def test_a_prompt_longer_than_all_problems_is_refused_with_what_to_lower():

@@ -1,15 +1,19 @@
 """Tasks give held-out problems and score them; the interval is Wilson's."""
 
+import dataclasses
 import json
 
 import pytest
 
+from tests.data.tiny import sentence, with_bos, write_lines
 from tests.evals.models import tiny_model
 from wedlm_jax.data.config import DataConfig
+from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.quickstart_tasks import TASKS, split_of
 from wedlm_jax.data.stdlib_code import CodeFile
+from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.tasks import document_continuation, task, text_continuation, text_pieces
+from wedlm_jax.evals.tasks import document_continuation, prompt_of, task, text_continuation, text_pieces
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -48,6 +52,32 @@ def test_prompts_of_held_out_chats_are_distinct_and_end_where_the_answer_begins(
         UserError, match=r"evaluation.text_prompts=2: data.source=chat holds out no prompt of 1 to 3 tok"
     ):
         document_continuation(data, tiny_model().tokenizer, 3).problems(2, 0)
+
+
+@pytest.mark.parametrize("source", ["chat", "text", "plain prompts"])
+def test_prompts_of_held_out_documents_are_encoded_as_in_training(tmp_path, source):
+    """Of a tokenizer that begins texts, and whose chat template does not; none longer than asked."""
+    turns = [[{"role": "user", "content": "Say " * i}, {"role": "assistant", "content": "No"}] for i in range(1, 9)]
+    records = {
+        "chat": [{"messages": of} for of in turns],
+        "text": [{"text": sentence(i, 12 + 4 * i)} for i in range(8)],
+        "plain prompts": [{"prompt": sentence(i), "completion": " No"} for i in range(8)],
+    }[source]
+    path = write_lines(tmp_path / "held_out.jsonl", records)
+    data = DataConfig(
+        source="text" if source == "text" else "chat", path=str(path), held_out_share=0.999,
+        plain_prompt=source == "plain prompts",
+    )  # fmt: skip
+    tokenizer = with_bos()
+    model = dataclasses.replace(tiny_model(), tokenizer=tokenizer)
+    documents = Documents(data, tokenizer, 0, "held_out")
+    trained = [e for i in range(documents.epoch) for e in documents[i].examples[:1]]
+    wanted = {tuple(prompt_of(e.tokens, e.loss_mask)) for e in trained}
+    longest = max(map(len, wanted))
+    problems = document_continuation(data, tokenizer, longest).problems(100, 0)
+    assert {tuple(encode_prompt(model, problem.prompt)) for problem in problems} == wanted
+    shorter = document_continuation(data, tokenizer, longest - 1).problems(100, 0)
+    assert all(len(encode_prompt(model, problem.prompt)) < longest for problem in shorter)
 
 
 def test_prompts_of_held_out_plain_text_are_the_first_quarter_in_whole_characters(tmp_path):

@@ -68,7 +68,7 @@ def pieces_of_text(
     """A plain text as token ids, its end token behind it if it `ends`, in pieces that fill a row, each of which begins as a
     document does (`start_of_text`)."""
     tokens = [*encode_text(tokenizer, text), *([end_token_id(tokenizer)] if ends else [])]
-    size = row_length - len(start_of_text(tokenizer))
+    size = max(row_length - len(start_of_text(tokenizer)), 1)
     pieces = (tokens[at : at + size] for at in range(0, len(tokens), size))
     return [np.array(begun(tokenizer, piece), np.int32) for piece in pieces]
 

@@ -137,9 +137,17 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
 @functools.lru_cache(maxsize=8)
 def start_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """What the tokenizer puts before every text, as Llama's its BOS; of most tokenizers nothing."""
-    with _ENCODING:
-        alone, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    return tuple(whole[: next(n for n in range(len(whole)) if whole[n : n + len(alone)] == alone)])
+    of_vocabulary = (t for t in range(len(tokenizer)) if t not in tokenizer.all_special_ids)
+    for text in itertools.chain("a", (tokenizer.decode([token]) for token in of_vocabulary)):
+        try:
+            with _ENCODING:
+                alone, whole = (tokenizer(text, add_special_tokens=special)["input_ids"] for special in (False, True))
+        except Exception:  # a bare one of the Rust library, of a text that such a vocabulary cannot spell
+            continue
+        if alone:
+            places = [n for n in range(len(whole)) if whole[n : n + len(alone)] == alone]
+            return tuple(whole[: places[0]] if places else ())
+    return ()
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
-from wedlm_jax.data.tokenizer import encode_with_control_tokens
+from wedlm_jax.data.tokenizer import begun, encode_with_control_tokens, start_of_text
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.first_drafts import masks_in_prefill
 from wedlm_jax.decode.stats import Completion
@@ -63,19 +63,19 @@ def prompts_of(model: Model, problems: Sequence[Problem], work: Work) -> list[li
     if work.alone:
         fitting = [ids for ids in map(_encoder(model), problems) if len(ids) == work.prompt_tokens]
         return [fitting[row % len(fitting)] for row in range(work.batch)]
-    encode, prompts = _encoder(model), []
+    encode, prompts, start = _encoder(model), [], start_of_text(model.tokenizer)
     for row in range(work.batch):
         ids = encode(problems[row % len(problems)])
         for before in _others(problems, row):
             if len(ids) >= work.prompt_tokens:
                 break
-            ids = _solved(model, before) + ids
+            ids = [*start, *_solved(model, before), *ids[len(start) :]]
         if len(ids) < work.prompt_tokens:
             raise UserError(
                 f"{len(problems)} problems of {work.task} make {len(ids)} tokens, and prompts of {work.prompt_tokens} are "
                 "wanted; lower --prompts"
             )
-        prompts.append(ids[-work.prompt_tokens :])
+        prompts.append([*start, *ids[len(ids) - work.prompt_tokens + len(start) :]])
     return prompts
 
 
@@ -98,7 +98,7 @@ def _solved(model: Model, problem: Problem) -> list[int]:
 def _encoder(model: Model) -> Callable[[Problem], list[int]]:
     if model.tokenizer is None:
         raise UserError("the model has no tokenizer, so no task can be put to it")
-    return lambda problem: encode_with_control_tokens(model.tokenizer, problem.prompt)
+    return lambda problem: begun(model.tokenizer, encode_with_control_tokens(model.tokenizer, problem.prompt))
 
 
 def _others(problems: Sequence[Problem], row: int) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import CodeFile
-from wedlm_jax.data.tokenizer import encode_with_control_tokens
+from wedlm_jax.data.tokenizer import encode_with_control_tokens, start_of_text
+from wedlm_jax.decode.prompts import Verbatim
 from wedlm_jax.errors import UserError
 
 PLAIN_TEXT_PROMPT = 0.25  # the share of a document that is its prompt where everything is learned
@@ -69,14 +70,17 @@ def document_continuation(data: DataConfig, tokenizer: PreTrainedTokenizerBase, 
     """
 
     def problems(limit: int, seed: int) -> list[Problem]:
-        documents = Documents(data, tokenizer, seed, "held_out")
+        documents, start = Documents(data, tokenizer, seed, "held_out"), start_of_text(tokenizer)
         found: dict[str, None] = {}
         for index in range(documents.epoch):
             for example in documents[index].examples[:1]:
+                ids = prompt_of(example.tokens, example.loss_mask)
+                begins = tuple(ids[: len(start)]) == start  # else a chat template wrote it
                 # A cut through plain text may leave the first bytes of a character.
-                prompt = str(tokenizer.decode(prompt_of(example.tokens, example.loss_mask))).rstrip("\ufffd")
-                if 0 < len(encode_with_control_tokens(tokenizer, prompt)) <= longest:
-                    found[prompt] = None
+                text = str(tokenizer.decode(ids[len(start) :] if begins else ids)).rstrip("\ufffd")
+                again = encode_with_control_tokens(tokenizer, text)
+                if 0 < len(again) <= longest - (len(start) if begins else 0):
+                    found[text if begins else Verbatim(text)] = None
             if len(found) == limit:
                 break
         if not found:

@@ -202,7 +202,9 @@ def _check_flags(args: Generate) -> None:
     if [args.prompt, args.message, args.input].count(None) != 2:
         raise UserError("give one of --prompt TEXT, --message TEXT and --input IN.jsonl")
     if args.prompt is not None and args.chat_template_kwargs is not None:
-        raise UserError("--chat-template-kwargs does nothing to --prompt, which is completed as it is; give --message")
+        raise UserError(
+            "--chat-template-kwargs does nothing to --prompt, which no chat template writes; give --message"
+        )
     require_positive(args, "batch_size", "n")
     for flag, path in (("--output", args.output), ("--trace", args.trace)):
         if path is None:

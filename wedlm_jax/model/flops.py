@@ -36,7 +36,7 @@ def training_flops(config: ModelConfig, *, rows: Any, loss_rows: Any, attention_
 
     Args:
       config: the model.
-      rows: tokens that run through the layers, padding left out; in the dual stream each token runs twice.
+      rows: tokens that run through the layers, padding left out; in the dual stream a token runs twice, or once if it is skipped.
       loss_rows: rows whose logits a loss reads.
       attention_pairs: pairs (query, key) that see each other, summed over the rows.
 

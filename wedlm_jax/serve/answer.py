@@ -103,7 +103,8 @@ class Answer:
             completion = Completion([], "length", Stats(0, 0, 0))
         text = completion.text or ""
         if self._asked.echo:
-            text = self._name(ticket.request.prompt) + text
+            asked = self._asked.prompts[index // self._asked.n]  # as it was written, without a BOS of the tokenizer's
+            text = (asked if isinstance(asked, str) else self._name(ticket.request.prompt)) + text
         said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         log_probs = None
         if self._asked.log_probs:  # where activations are NaN, those of a prompt are too, and JSON has no NaN
