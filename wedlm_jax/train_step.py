@@ -97,8 +97,7 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     # Of the whole batch, before it is split.
     with_ar = settings.objective.ar_loss_weight > 0
     weights = loss_weights(counted, normalization=settings.objective.normalization, ar=with_ar)
-    of_part = mask_rows_alone if settings.only_mask_rows else both_streams
-    run = functools.partial(of_part, state, settings=settings)
+    run = functools.partial(mask_rows_alone if settings.only_mask_rows else both_streams, state, settings=settings)
     gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
     for name, count in counts.items():
@@ -217,8 +216,7 @@ def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) ->
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
     loss = functools.partial(ar_forward, settings=settings)
     parts = batch, targets, ar_loss_weights(labelled)
-    run = functools.partial(gradients_of, loss, state)
-    gradients, metrics = in_parts(run, parts, settings.micro_batches)
+    gradients, metrics = in_parts(functools.partial(gradients_of, loss, state), parts, settings.micro_batches)
     rows = row_metrics(batch, settings, runs=jnp.int32(1), loss_rows=jnp.sum(labelled))
     return update(state, gradients, metrics | rows, settings)
 
