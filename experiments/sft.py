@@ -9,10 +9,9 @@ workdir of ours or a hub id. An AR model becomes a WeDLM model, a WeDLM model st
     python -m wedlm_jax.data --exp sft model.path=DIR data.path=chat.jsonl
 
 Hardware and time follow the model: `--compile-only` tells the memory of a TPU slice or of GPUs before you have them, and
-docs/scaling.md has Qwen3-0.6B to 8B. Where memory is left, `model.remat=attention` takes less time. On CPUs and GPUs what
-is prompt runs in one stream alone, for which the step is compiled four times over (docs/experiments.md, "Sources").
-Settings follow section 6.1 of the paper: learning rate 3e-6, cosine, blocks of 32. Not run by us on a model of 0.6B or
-more.
+docs/scaling.md has Qwen3-0.6B to 8B. Where memory is left, `model.remat=attention` takes less time. What is prompt runs in
+one stream alone, for which the step is compiled four times over (docs/experiments.md, "Sources"). Settings follow section
+6.1 of the paper: learning rate 3e-6, cosine, blocks of 32. Not run by us on a model of 0.6B or more.
 """
 
 from wedlm_jax.experiment import (

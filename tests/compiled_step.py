@@ -10,8 +10,8 @@ from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.experiment import load_experiment
 from wedlm_jax.sharding import make_mesh
 
-# A length, widths and a vocabulary that no other dimension has; the vocabulary is larger than all of them by far.
-L, V, D, F, N, K, H, RESTS_ON = 1152, 50_176, 384, 640, 4, 2, 128, {"data": 1, "fsdp": 4, "tensor": 2}
+# A length, of which a quarter fills tiles, widths and a vocabulary that no other dimension has; the vocabulary is the largest.
+L, V, D, F, N, K, H, RESTS_ON = 2560, 50_176, 384, 896, 4, 2, 128, {"data": 1, "fsdp": 4, "tensor": 2}
 TOKENS, COLUMNS = {L, 2 * L}, {V, V // 2}
 
 

@@ -21,6 +21,7 @@ from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices
 from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.experiment import ModelConfig, override
+from wedlm_jax.model.kept_blocks import capacities
 from wedlm_jax.ops.attention import splash
 from wedlm_jax.ops.attention.splash import TwoStreamMask
 from wedlm_jax.program_costs import GATHERING, collectives, kernel_runs, matmul_flops
@@ -77,7 +78,9 @@ def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(name,
     shapes = shapes_in(text)
     assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
     assert masks_and_logits(shapes) == []
-    assert_bytes_of_kernels(text)
+    # Of SFT's four programs and of CPT's one.
+    kept = capacities(L) if name.endswith("sft") else (L,)
+    assert_bytes_of_kernels(text, rows={L + some for some in kept})
     assert_no_product_is_cut_by_the_devices_that_its_kernel_comes_from(text)
     assert_halves_of_queries_and_keys_are_no_arrays(shapes)
     products, rest = (sum(one.cycles for one in operations(text) if one.multiplies == which) for which in (True, False))
@@ -105,22 +108,30 @@ def test_the_benchmark_of_a_step_shows_what_each_mend_saves(monkeypatch, capsys)
     assert cycles[0] > 1.3 * cycles[1] and cycles[1] > 1.1 * cycles[2] and kernels == [2, 2, 2, 1, 1]
 
 
-def assert_bytes_of_kernels(text: str) -> None:
+def assert_bytes_of_kernels(text: str, rows: set[int]) -> None:
     """Operands and results of a kernel on one device, each once, are within 1.3x of the count by hand: in bfloat16 q, out and
-    their gradients, k, v and theirs; in float32 the log-sum-exp and delta; ids of queries and keys."""
-    T, heads, kv_heads = 2 * L, N // RESTS_ON["tensor"], K // RESTS_ON["tensor"]
-    q, kv, row, ids = 2 * heads * T * H, 2 * kv_heads * T * H, 4 * heads * T, 4 * T
-    by_hand = {
-        "splash_output": 2 * q + 2 * kv + row + 2 * ids,  # q, out; k, v
-        "splash_gradients": 3 * q + 4 * kv + 2 * row + 2 * ids,  # q, d_out, d_q; k, v, d_k, d_v
-    }
-    for kernel, expected in by_hand.items():
+    their gradients, k, v and theirs; in float32 the log-sum-exp and delta; ids of queries and keys, and of kept blocks how far
+    each query sees."""
+    heads, kv_heads = N // RESTS_ON["tensor"], K // RESTS_ON["tensor"]
+
+    def by_hand(kernel: str, T: int) -> int:
+        q, kv, row, ids = 2 * heads * T * H, 2 * kv_heads * T * H, 4 * heads * T, 4 * T * (2 if T == 2 * L else 3)
+        if kernel == "splash_output":
+            return 2 * q + 2 * kv + row + ids  # q, out; k, v
+        return 3 * q + 4 * kv + 2 * row + ids  # q, d_out, d_q; k, v, d_k, d_v
+
+    for kernel in ("splash_output", "splash_gradients"):
+        found = set()
         calls = re.findall(rf"%{kernel}\S* = (.*?) custom-call\(.*?operand_layout_constraints=(.*?}})}}", text)
         assert calls, kernel
         for call in calls:
             arrays = re.findall(r"\b(bf16|[fs]32)\[([\d,]+)\]", " ".join(call))
-            nbytes = sum((2 if dtype == "bf16" else 4) * math.prod(map(int, dims.split(","))) for dtype, dims in arrays)
+            sizes = [(dtype, math.prod(map(int, dims.split(",")))) for dtype, dims in arrays]
+            T = max(size for dtype, size in sizes if dtype == "bf16") // (heads * H)
+            nbytes, expected = sum((2 if dtype == "bf16" else 4) * size for dtype, size in sizes), by_hand(kernel, T)
             assert expected <= nbytes <= 1.3 * expected, (kernel, nbytes, expected)
+            found.add(T)
+        assert found == rows, kernel
 
 
 def test_tiles_read_again_are_within_a_third_of_the_count_by_hand():

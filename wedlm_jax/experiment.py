@@ -85,7 +85,7 @@ class TrainConfig:
     steps: int = 1000
     batch_size: int = 16  # rows of a step, over all devices
     micro_batches: int = 1  # gradient accumulation: the rows of a step are run in this many parts
-    # Blocks without a mask, as of prompts, do not run; None: in rows of 512 tokens and more of data with prompts, not on a TPU
+    # Blocks without a mask, as of prompts, do not run; None: in rows of 512 tokens and more of data with prompts
     skip_unread: bool | None = None
     seed: int = 0  # of the parameters, the order of the data and the corruption
     log_every: int = 10  # steps

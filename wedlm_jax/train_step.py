@@ -24,7 +24,6 @@ from wedlm_jax.model.kept_blocks import KeptBlocks, beside_a_mask, capacities, l
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
-from wedlm_jax.ops.attention import target_platform
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import batch_sharding, on_mesh, replicated
 from wedlm_jax.train_state import TrainState, state_shardings
@@ -83,10 +82,7 @@ class StepSettings:
         """Whether blocks without a mask do not run, of rows of `length`: the step is compiled for each of `capacities`."""
         if self.skip_unread is not None:
             return self.skip_unread
-        # Splash takes blocks in their places: on a TPU that costs a small model more than it saves (by the compiler's cycles).
-        return (
-            self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH and target_platform() != "tpu"
-        )
+        return self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH
 
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:

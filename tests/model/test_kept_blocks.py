@@ -50,21 +50,27 @@ def test_taking_and_putting_back_are_each_others_transposes():
     np.testing.assert_array_equal(jax.vjp(put, some)[1](whole)[0], kept.take(whole))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "splash"])
+@pytest.mark.parametrize(
+    ("implementation", "times"),
+    [("xla", 1), ("splash", 1), ("splash", 4)],
+    ids=["xla", "splash, in their places", "splash"],
+)
 @pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
-def test_kept_blocks_attend_as_in_the_whole_stream_with_gradients(monkeypatch, implementation, in_block):
+def test_kept_blocks_attend_as_in_the_whole_stream_with_gradients(monkeypatch, implementation, times, in_block):
+    """Splash takes them as they lie where they fill tiles: of blocks that are longer, and as many."""
+    length, block_size, capacity = times * L, times * BLOCK_SIZE, {1: 5, 4: 8}[times]
     monkeypatch.setattr(ranges, "QUERY_TILE", 32)
     monkeypatch.setattr(ranges, "KEY_TILE", 32)
     monkeypatch.setattr(ranges, "DENSE_SCORES", 0)
     chosen = chosen_blocks()
-    segment_ids = jnp.concatenate([random_rows(seed, L, BLOCK_SIZE).segment_ids for seed in range(ROWS)])
-    kept = KeptBlocks.of(chosen, BLOCK_SIZE, CAPACITY)
-    q, k, v, d_out = map(jnp.asarray, random_heads(ROWS, 2 * L, 2, head_dim=64))
-    read = jnp.concatenate([segment_ids > 0, jnp.repeat(chosen, BLOCK_SIZE, axis=1) & (segment_ids > 0)], axis=1)
+    segment_ids = jnp.concatenate([random_rows(seed, length, block_size).segment_ids for seed in range(ROWS)])
+    kept = KeptBlocks.of(chosen, block_size, capacity)
+    q, k, v, d_out = map(jnp.asarray, random_heads(ROWS, 2 * length, 2, head_dim=64))
+    read = jnp.concatenate([segment_ids > 0, jnp.repeat(chosen, block_size, axis=1) & (segment_ids > 0)], axis=1)
     d_out = jnp.where(read[..., None, None], d_out, 0)  # nobody reads the others
 
     def shorter(x):
-        return jnp.concatenate([x[:, :L], kept.take(x[:, L:])], axis=1)
+        return jnp.concatenate([x[:, :length], kept.take(x[:, length:])], axis=1)
 
     @quick_jit
     def run(pattern, q, k, v, d_out):
@@ -72,8 +78,8 @@ def test_kept_blocks_attend_as_in_the_whole_stream_with_gradients(monkeypatch, i
             value, pullback = jax.vjp(lambda q, k, v: pattern(q, k, v, implementation), q, k, v)
             return value, *pullback(d_out)
 
-    value, *gradients = run(DualStream(segment_ids, BLOCK_SIZE, in_block), q, k, v, d_out)
-    found, *found_gradients = run(DualStream(segment_ids, BLOCK_SIZE, in_block, kept), *map(shorter, (q, k, v, d_out)))
+    value, *gradients = run(DualStream(segment_ids, block_size, in_block), q, k, v, d_out)
+    found, *found_gradients = run(DualStream(segment_ids, block_size, in_block, kept), *map(shorter, (q, k, v, d_out)))
     assert np.isfinite(found).all()
     np.testing.assert_allclose(
         jnp.where(shorter(read)[..., None, None], found, 0),

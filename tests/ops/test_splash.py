@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from benchmarks import correctness
-from tests.conftest import FULL
+from tests.conftest import FULL, examples
 from tests.ops.visited_pairs import visited_pairs
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention, attention_gradients
@@ -19,10 +19,12 @@ from wedlm_jax.ops.attention import splash_backward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash import (
     CausalMask,
+    KeptMask,
     TwoStreamMask,
     splash_attention,
     unsupported,
 )
+from wedlm_jax.ops.attention.splash_kept import steps_of
 from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.sharding import MeshConfig, attend_over_mesh, batch_sharding, make_mesh, on_mesh
 
@@ -263,9 +265,51 @@ def test_shapes_that_the_kernel_cannot_do_are_told_with_the_reason():
     assert reason(TwoStreamMask(128, 48)) == "blocks of 48 do not divide a stream of 128"
     assert reason(CausalMask(256), heads=3, kv_heads=2) == "2 key heads do not divide 3 query heads"
     assert reason(CausalMask(256), dtype=jnp.float16) == "float16 is neither float32 nor bfloat16"
+    assert reason(KeptMask(128, 128, 32)) is None
+    assert reason(KeptMask(192, 64, 32)) == "streams of 192 and 64 are not multiples of 128"
     with jax.default_matmul_precision("high"):
         assert reason(CausalMask(256)) == "its kernels multiply at matmul_precision default or highest, not high"
     with jax.default_matmul_precision("highest"):
         assert reason(CausalMask(256)) is None
     with pytest.raises(ValueError, match="splash attention: rows of 100"):
         splash_attention(*[jnp.zeros((1, 100, 1, 64))] * 3, None, CausalMask(100))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("block_size", [32, 24])
+def test_of_kept_blocks_what_is_seen_is_visited_and_what_is_not_masked_is_seen(block_size, bidirectional):
+    """For random blocks of ragged documents, tile by tile of the schedule."""
+    length, tile = 768, 128
+    for seed in range(examples(4, 40)):
+        random = np.random.default_rng(seed)
+        kept = 384
+        blocks = np.sort(random.choice(length // block_size, kept // block_size, replace=False))
+        memory = segment_ids([random.uniform(0.05, 0.6) for _ in range(3)], length, block_size)[:length]
+        place = (blocks[:, None] * block_size + np.arange(block_size)).ravel()
+        segments = np.concatenate([memory, memory[place]])
+        reach = np.concatenate([np.arange(1, length + 1), np.repeat(blocks * block_size, block_size)])
+        mask, index = KeptMask(length, kept, block_size, bidirectional), np.arange(length + kept)
+        seen = mask(index[:, None], index, reach[:, None]) & (segments[:, None] == segments)
+        steps = steps_of(mask, jnp.asarray(segments), jnp.asarray(reach), tile)
+        pairs = np.asarray(steps.pairs)[:, : int(steps.visited)]
+        tiles = seen.reshape(len(index) // tile, tile, -1, tile)
+        visited, whole = np.zeros((2, *tiles.shape[::2]), bool)
+        visited[pairs[0], pairs[1]], whole[pairs[0], pairs[1]] = True, pairs[2] == 0
+        real = tiles & (segments > 0).reshape(-1, tile)[:, :, None, None]
+        assert visited[real.any(axis=(1, 3))].all() and tiles.all(axis=(1, 3))[whole].all()
+        assert (np.diff(pairs[0]) >= 0).all() and set(pairs[0]) == set(
+            range(len(tiles))
+        )  # a tile of queries after the other
+
+
+def test_all_blocks_kept_visit_the_tiles_of_the_whole_stream_and_a_quarter_fewer():
+    length, tile = 4096, 512
+    one = jnp.ones(2 * length, jnp.int32)
+    place = np.arange(length)
+    reach = jnp.asarray(np.concatenate([place + 1, place // 32 * 32]))
+    whole = int(steps_of(KeptMask(length, length, 32), one, reach, tile).visited)
+    assert whole * tile**2 == visited_pairs(TwoStreamMask(length, 32))["joint"]
+    first = jnp.concatenate(
+        [reach[:length], reach[length : length + length // 4]]
+    )  # those of the first blocks of a row
+    assert int(steps_of(KeptMask(length, length // 4, 32), one[: len(first)], first, tile).visited) == 36 + 3 + 2

@@ -120,37 +120,39 @@ def test_the_kernels_over_a_cache_are_tried_as_well_while_a_decoding_program_is_
     assert tried().startswith(f"it is wrong on this {device}, by ")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_our_kernels_for_splash_are_tried_as_well(a_gpu, monkeypatch, dtype):
+@pytest.mark.parametrize(
+    ("kernels", "dtype"), [("splash", jnp.float32), ("splash", jnp.bfloat16), ("kept", jnp.bfloat16)]
+)
+def test_our_kernels_for_splash_are_tried_as_well(a_gpu, monkeypatch, kernels, dtype):
     monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
     monkeypatch.setattr(trial, "splash_attention", functools.partial(splash.splash_attention, interpret=True))
     heads = (4, 2, 64, jnp.dtype(dtype))
-    assert trial.failure("splash", *heads) is None
+    assert trial.failure(kernels, *heads) is None
     trial.failure.cache_clear()
     right = splash_backward.splash_gradients
     monkeypatch.setattr(
         splash_backward, "splash_gradients", lambda *args, **settings: (right(*args, **settings)[0],) * 3
     )
-    assert trial.failure("splash", *heads).startswith("it failed on this TPU: ")
+    assert trial.failure(kernels, *heads).startswith("it failed on this TPU: ")
     trial.failure.cache_clear()
     monkeypatch.setattr(
         splash_backward, "splash_gradients", lambda q, k, v, d_out, lse, delta, *args, **settings: right(
             q, k, v, d_out, lse, 0 * delta, *args, **settings
         )
     )  # fmt: skip
-    assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
+    assert trial.failure(kernels, *heads).startswith("it is wrong on this TPU, by ")
     monkeypatch.setattr(splash_backward, "splash_gradients", right)
-    assert_found(monkeypatch, heads, lambda out, lse: (jnp.roll(out, 1, axis=1), lse))
-    assert_found(monkeypatch, heads, lambda out, lse: (out, lse + 0.1))  # by its gradients
+    assert_found(monkeypatch, kernels, heads, lambda out, lse: (jnp.roll(out, 1, axis=1), lse))
+    assert_found(monkeypatch, kernels, heads, lambda out, lse: (out, lse + 0.1))  # by its gradients
 
 
-def assert_found(monkeypatch, heads, mistake):
+def assert_found(monkeypatch, kernels, heads, mistake):
     """A forward kernel that makes it is not taken."""
     right = splash_forward.splash_output
     trial.failure.cache_clear()
     with monkeypatch.context() as wrong:
         wrong.setattr(splash_forward, "splash_output", lambda *args, **settings: mistake(*right(*args, **settings)))
-        assert trial.failure("splash", *heads).startswith("it is wrong on this TPU, by ")
+        assert trial.failure(kernels, *heads).startswith("it is wrong on this TPU, by ")
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -173,7 +175,7 @@ def test_kernels_that_fail_do_not_end_the_run(a_gpu):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU"), ("splash", "TPU")]
+    ("kernels", "device"), [("flash", "GPU"), ("split", "GPU"), ("window", "TPU"), ("splash", "TPU"), ("kept", "TPU")]
 )
 def test_where_no_such_device_is_they_are_not_tried(kernels, device):
     trial.failure.cache_clear()

@@ -66,7 +66,7 @@ class Causal:
     def by_splash(
         self, q_BLNH: jax.Array, k_BLKH: jax.Array, v_BLKH: jax.Array, attend: Callable[..., jax.Array]
     ) -> jax.Array:
-        return attend(q_BLNH, k_BLKH, v_BLKH, self.segment_ids)
+        return attend(q_BLNH, k_BLKH, v_BLKH, self.segment_ids, splash.CausalMask(q_BLNH.shape[1]))
 
     def ranges(self, rows: int, length: int) -> tuple[jax.Array, jax.Array]:
         """Of every query the first key that it sees and the one after the last, int [B, L] each."""
@@ -136,13 +136,21 @@ class DualStream:
         return jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
 
     def by_splash(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        """One call for both streams, `attend(q, k, v, segment_ids)` of 2L tokens. A block that is not kept counts as padding."""
+        """One call for both streams, `attend(q, k, v, segment_ids, mask)`; kept blocks go as they lie if kernels of ours do."""
         length, of_prediction = self.segment_ids.shape[1], self.segment_ids
+        blocks = self.block_size, self.in_block == "bidirectional"
         if self.kept is not None:
-            of_prediction = jnp.where(self.kept.there(length), of_prediction, 0)
+            mask = splash.KeptMask(length, q.shape[1] - length, *blocks)
+            if splash.unsupported(q, k, mask) is None and _own_kernels(q, k, "kept"):
+                both = ((self.segment_ids, of_prediction), tuple(end for _, end in self.ranges()))
+                segment_ids, reach = (jnp.concatenate([x, self.of_prediction(y)], axis=1) for x, y in both)
+                return attend(q, k, v, segment_ids, mask, reach, own_kernels=True)
+            of_prediction = jnp.where(self.kept.there(length), of_prediction, 0)  # what is not kept counts as padding
         segment_ids = jnp.concatenate([self.segment_ids, of_prediction], axis=1)
-        memory, prediction = jnp.split(attend(*map(self.in_places, (q, k, v)), segment_ids), 2, axis=1)
-        return jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
+        out = attend(*map(self.in_places, (q, k, v)), segment_ids, splash.TwoStreamMask(length, *blocks))
+        if self.kept is None:
+            return out
+        return jnp.concatenate([out[:, :length], self.kept.take(out[:, length:])], axis=1)
 
     def in_places(self, x: jax.Array) -> jax.Array:
         """[B, 2L, ...]: every block in its place, where kernels want it whose tiles are by place; zeros for one not kept."""
@@ -246,6 +254,7 @@ class CachedWindow:
 
 
 Pattern = Causal | DualStream | CachedWindow
+Shaped = splash.Shaped
 Rows = TypeVar("Rows", jax.Array, jax.Array | bool)
 
 
@@ -280,12 +289,8 @@ def _attend(
         failures = {"tokamax": functools.partial(trial.failure, "flash", *_tried(q, k.shape[2]))}
         match choose(implementation, unsupported, failures=failures):
             case "splash":
-                by_splash = functools.partial(
-                    splash.splash_attention,
-                    mask=mask,
-                    own_kernels=_own_kernels(q, k),
-                    interpret=target_platform() != "tpu",
-                )
+                own, interpret = _own_kernels(q_wide, k_wide), target_platform() != "tpu"
+                by_splash = functools.partial(splash.splash_attention, own_kernels=own, interpret=interpret)
                 return pattern.by_splash(q, k, v, by_splash)
             case "tokamax":
                 return pattern.by_flash(q, k, v)
@@ -295,18 +300,19 @@ def _attend(
     return attend_over_mesh(attend, q, k, v, pattern)
 
 
-def _own_kernels(q: jax.Array, k: jax.Array) -> bool:
+def _own_kernels(q: Shaped, k: Shaped, kernels: Literal["splash", "kept"] = "splash") -> bool:
     """Whether splash runs by our kernels. Their trial decides where a TPU is, and else they are taken: interpreted, or compiled
     for a TPU that is not there."""
     reason = splash_backward.unsupported(k)
     if reason is None and jax.default_backend() == "tpu":
-        reason = trial.failure("splash", *_tried(q, k.shape[2]))
+        reason = trial.failure(kernels, *_tried(q, k.shape[2]))
     if reason is not None:
-        choice.log_once("splash by jax's kernels", f"because of ours: {reason}", falls_back=True)
+        otherwise = {"splash": "splash by jax's kernels", "kept": "splash with all blocks in their places"}
+        choice.log_once(otherwise[kernels], f"because of ours: {reason}", falls_back=True)
     return reason is None
 
 
-def _tried(q: jax.Array, kv_heads: int) -> tuple[Any, ...]:
+def _tried(q: Shaped, kv_heads: int) -> tuple[Any, ...]:
     """For which heads, and in which numbers, `trial.failure` tries kernels."""
     return q.shape[2], kv_heads, q.shape[3], q.dtype, is_exact(q.dtype)
 

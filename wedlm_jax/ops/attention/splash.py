@@ -26,7 +26,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask impo
 
 from wedlm_jax.ops.attention import splash_backward, splash_forward
 from wedlm_jax.ops.attention.ranges import RESIDUALS
-from wedlm_jax.ops.attention.splash_tiles import Steps
+from wedlm_jax.ops.attention.splash_kept import KeptMask, steps_of
+from wedlm_jax.ops.attention.splash_tiles import Steps, extents, meeting
 from wedlm_jax.program_costs import kernel_runs
 
 TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
@@ -80,7 +81,7 @@ class TwoStreamMask:
         return ((offset < 0) & (key <= query)) | ((offset >= 0) & before_end & outside_gap)
 
 
-Mask = CausalMask | TwoStreamMask
+Mask = CausalMask | TwoStreamMask | KeptMask
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -90,6 +91,7 @@ def splash_attention(
     v_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     mask: Mask,
+    reach_BT: jax.Array | None = None,
     *,
     own_kernels: bool = False,
     interpret: bool = False,
@@ -102,6 +104,7 @@ def splash_attention(
       segment_ids_BT: tokens see those of their own segment only; 0 is padding, whose output is finite and arbitrary. None: a
         row is one segment.
       mask: who sees whom by place in the row; `mask.tokens` is T.
+      reach_BT: of a `KeptMask`, which goes by segments too and by our kernels alone: the first key that each query does not see.
       own_kernels: by ours instead of jax's, where `splash_backward.unsupported` names no reason against them.
       interpret: run the kernels as plain operations, on any platform; slow.
 
@@ -117,50 +120,57 @@ def splash_attention(
     if segment_ids_BT is not None:
         chex.assert_shape(segment_ids_BT, q_BTNH.shape[:2])
     heads = q_BTNH.shape[2]
-    kernel = _kernel(mask, heads, interpret)
+    if isinstance(mask, KeptMask):
+        assert own_kernels and segment_ids_BT is not None and reach_BT is not None
+        tiles = len(mask.pairs(_tile(mask))[0])
+    else:
+        tiles = _tiles_visited(_kernel(mask, heads, interpret))["forward"]  # the others visit the same tiles
 
-    def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]) -> jax.Array:
+    def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> jax.Array:
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
         q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
         if own_kernels:
-            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, row[3])
+            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, *row[3:])
         else:
-            out_NTH = _run(kernel, q_NTH, k_KTH, v_KTH, row[3])
+            out_NTH = _run(_kernel(mask, heads, interpret), q_NTH, k_KTH, v_KTH, row[3])
         return out_NTH.transpose(1, 0, 2)
 
-    with kernel_runs(heads * _tiles_visited(kernel)["forward"]):  # the others visit the same tiles
-        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT))
+    with kernel_runs(heads * tiles):
+        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach_BT))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
-    mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
+    mask: Mask,
+    interpret: bool,
+    q_NTH: jax.Array,
+    k_KTH: jax.Array,
+    v_KTH: jax.Array,
+    segments_T: jax.Array | None,
+    reach_T: jax.Array | None,
 ) -> jax.Array:
     """A row, and its gradients, by our kernels."""
-    return _attend_forward(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T)[0]
+    return _attend_forward(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T, reach_T)[0]
 
 
-def _attend_forward(
-    mask: Mask, interpret: bool, q_NTH: jax.Array, k_KTH: jax.Array, v_KTH: jax.Array, segments_T: jax.Array | None
-) -> tuple[jax.Array, tuple[Any, ...]]:
-    steps = _steps(_kernel(mask, q_NTH.shape[0], interpret), segments_T)
+def _attend_forward(mask, interpret, q_NTH, k_KTH, v_KTH, segments_T, reach_T):
+    steps = _steps_by_ours(mask, q_NTH.shape[0], interpret, segments_T, reach_T)
     out_NTH, lse_NT = splash_forward.splash_output(
-        q_NTH, k_KTH, v_KTH, segments_T, mask, steps, tile=_tile(mask), interpret=interpret
+        q_NTH, k_KTH, v_KTH, segments_T, mask, steps, reach_T, tile=_tile(mask), interpret=interpret
     )
     out_NTH, lse_NT = (checkpoint_name(x, RESIDUALS) for x in (out_NTH, lse_NT))
-    return out_NTH, (q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT)
+    return out_NTH, (q_NTH, k_KTH, v_KTH, segments_T, reach_T, out_NTH, lse_NT)
 
 
-def _attend_backward(
-    mask: Mask, interpret: bool, residuals: tuple[Any, ...], d_out_NTH: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q_NTH, k_KTH, v_KTH, segments_T, out_NTH, lse_NT = residuals
+def _attend_backward(mask, interpret, residuals, d_out_NTH):
+    q_NTH, k_KTH, v_KTH, segments_T, reach_T, out_NTH, lse_NT = residuals
     delta_NT = jnp.sum(out_NTH.astype(jnp.float32) * d_out_NTH.astype(jnp.float32), axis=-1)
-    steps = _steps(_kernel(mask, q_NTH.shape[0], interpret), segments_T)
+    steps = _steps_by_ours(mask, q_NTH.shape[0], interpret, segments_T, reach_T)
     d_q, d_k, d_v = splash_backward.splash_gradients(
-        q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT, delta_NT, segments_T, mask, steps, tile=_tile(mask), interpret=interpret
-    )
-    return d_q, d_k, d_v, None
+        q_NTH, k_KTH, v_KTH, d_out_NTH, lse_NT, delta_NT, segments_T, mask, steps, reach_T,
+        tile=_tile(mask), interpret=interpret,
+    )  # fmt: skip
+    return d_q, d_k, d_v, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -172,7 +182,9 @@ def unsupported(q_BTNH: Shaped, k_BTKH: Shaped, mask: Mask) -> str | None:
         return f"rows of {mask.tokens} are not a multiple of {TILES[-1]}"
     if q_BTNH.shape[1] != mask.tokens or k_BTKH.shape[1] != mask.tokens:
         return f"{q_BTNH.shape[1]} queries and {k_BTKH.shape[1]} keys; it takes {mask.tokens} of both"
-    if isinstance(mask, TwoStreamMask) and mask.length % mask.block_size:
+    if isinstance(mask, KeptMask) and mask.length % TILES[-1]:
+        return f"streams of {mask.length} and {mask.kept} are not multiples of {TILES[-1]}"
+    if isinstance(mask, TwoStreamMask | KeptMask) and mask.length % mask.block_size:
         return f"blocks of {mask.block_size} do not divide a stream of {mask.length}"
     if q_BTNH.shape[2] % k_BTKH.shape[2]:
         return f"{k_BTKH.shape[2]} key heads do not divide {q_BTNH.shape[2]} query heads"
@@ -197,7 +209,8 @@ class _ComputedMask(_ComputableMask):
 
 
 def _tile(mask: Mask) -> int:
-    fitting = [tile for tile in TILES if mask.tokens % tile == 0]
+    both = (mask.tokens, mask.length) if isinstance(mask, KeptMask) else (mask.tokens,)
+    fitting = [tile for tile in TILES if not any(tokens % tile for tokens in both)]
     return next((tile for tile in fitting if tile * TILES_ALONG_A_STREAM <= mask.length), fitting[-1])
 
 
@@ -226,6 +239,15 @@ def _run(kernel: SplashAttentionKernel, q: jax.Array, k: jax.Array, v: jax.Array
     return _without_other_segments(kernel, segments_T)(q, k, v, splash.SegmentIds(segments_T, segments_T))
 
 
+def _steps_by_ours(
+    mask: Mask, heads: int, interpret: bool, segments_T: jax.Array | None, reach_T: jax.Array | None
+) -> Steps:
+    if isinstance(mask, KeptMask):
+        assert segments_T is not None and reach_T is not None
+        return steps_of(mask, segments_T, reach_T, _tile(mask))
+    return _steps(_kernel(mask, heads, interpret), segments_T)
+
+
 def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> Steps:
     """The tiles that the forward kernel visits, one after the other."""
     schedule: Any = kernel.fwd_mask_info
@@ -235,9 +257,7 @@ def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> Steps
         return Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
     pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
     visited = pruned.block_mask[0][q_tile, place] > 0
-    tiles_JT = segments_T.reshape(-1, kernel.kwargs["block_sizes"].block_q)
-    first, alike = tiles_JT[:, 0], jnp.all(tiles_JT == tiles_JT[:, :1], axis=1)
-    of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
+    _, of_one = meeting(segments_T, kernel.kwargs["block_sizes"].block_q, q_tile, k_tile)
     order = jnp.argsort(~visited, stable=True)
     pairs = jnp.stack([jnp.asarray(q_tile, jnp.int32), k_tile, partial | ~of_one])
     return Steps(pairs[:, order], jnp.sum(visited))
@@ -259,9 +279,7 @@ def _without_other_segments(kernel: SplashAttentionKernel, segments_T: jax.Array
     A tile is known by its least and greatest segment id, so ids that grow along the row, as packing gives them, leave the
     fewest tiles. Padding counts for nothing, but the tiles on the diagonal stay: in them every query sees itself.
     """
-    tiles_JT = segments_T.reshape(-1, kernel.kwargs["block_sizes"].block_q)
-    least = jnp.min(jnp.where(tiles_JT == 0, jnp.iinfo(tiles_JT.dtype).max, tiles_JT), axis=1)
-    greatest = jnp.max(tiles_JT, axis=1)
+    least, greatest = extents(segments_T, kernel.kwargs["block_sizes"].block_q)
 
     def pruned(schedule: Any, outer_axis: int) -> Any:
         """`schedule` of one kernel; its outer loop runs over the tiles of the queries (0) or of the keys (1)."""

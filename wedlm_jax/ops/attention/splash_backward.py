@@ -36,7 +36,7 @@ MAX_SUMS = 40 * 2**20  # of that, for the gradients of keys and values
 _SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
-def unsupported(k_BTKH: jax.Array) -> str | None:
+def unsupported(k_BTKH: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     T, H = k_BTKH.shape[1], k_BTKH.shape[3]
     if (kind := target_kind()).startswith(SMALLER):
@@ -53,8 +53,9 @@ def splash_gradients(
     lse_NT: jax.Array,
     delta_NT: jax.Array,
     segments_T: jax.Array | None,
-    sees: Callable[[Any, Any], Any],
+    sees: Callable[..., Any],
     steps: Steps,
+    reach_T: jax.Array | None = None,
     *,
     tile: int,
     interpret: bool,
@@ -70,6 +71,7 @@ def splash_gradients(
       segments_T: tokens see those of their own segment only; None: all.
       sees: whether a query sees a key, by their places in the row.
       steps: the pairs of tiles in which anything is seen, at least one for every tile of queries.
+      reach_T: a number for each query that `sees` is given too, beside `segments_T`.
       tile: tokens of a tile.
       interpret: run it as plain operations, on any platform; slow.
 
@@ -78,7 +80,7 @@ def splash_gradients(
     """
     (T, H), K, group = q_NTH.shape[1:], k_KTH.shape[0], q_NTH.shape[0] // k_KTH.shape[0]
     tiles = Tiles(tile, H, group)
-    id_specs, ids = tiles.segments(segments_T)
+    id_specs, ids = tiles.segments(segments_T, reach_T)
     all_keys = pl.BlockSpec((None, T, H), lambda k, *_: (k, 0, 0))
     return pl.pallas_call(
         functools.partial(_kernel, sees=sees),

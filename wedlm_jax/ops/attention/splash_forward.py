@@ -28,8 +28,9 @@ def splash_output(
     k_KTH: jax.Array,
     v_KTH: jax.Array,
     segments_T: jax.Array | None,
-    sees: Callable[[Any, Any], Any],
+    sees: Callable[..., Any],
     steps: Steps,
+    reach_T: jax.Array | None = None,
     *,
     tile: int,
     interpret: bool,
@@ -42,6 +43,7 @@ def splash_output(
       segments_T: tokens see those of their own segment only; None: all.
       sees: whether a query sees a key, by their places in the row; every query sees one.
       steps: the pairs of tiles in which anything is seen.
+      reach_T: a number for each query that `sees` is given too, beside `segments_T`.
       tile: tokens of a tile.
       interpret: run it as plain operations, on any platform; slow.
 
@@ -50,7 +52,7 @@ def splash_output(
     """
     (N, T, H), group = q_NTH.shape, q_NTH.shape[0] // k_KTH.shape[0]
     tiles = Tiles(tile, H, group)
-    id_specs, ids = tiles.segments(segments_T)
+    id_specs, ids = tiles.segments(segments_T, reach_T)
     out_NTH, lse_N1T = pl.pallas_call(
         functools.partial(_kernel, sees=sees),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -46,13 +46,17 @@ class Tiles:
         """Of a number for each query, [N, 1, T]."""
         return pl.BlockSpec((None, 1, self.tile), lambda k, g, s, q_tile, *_: (k * self.group + g, 0, q_tile[s]))
 
-    def segments(self, segments_T: jax.Array | None) -> tuple[list[pl.BlockSpec], list[jax.Array]]:
-        """Of the ids of the queries and of those of the keys, and these, each [1, T]; nothing where there are none."""
+    def segments(
+        self, segments_T: jax.Array | None, reach_T: jax.Array | None
+    ) -> tuple[list[pl.BlockSpec], list[jax.Array]]:
+        """Of the ids of the queries and of those of the keys, then of the reach of the queries, and these, each [1, T]; nothing
+        where there are none."""
         if segments_T is None:
             return [], []
         of_queries = pl.BlockSpec((1, self.tile), lambda k, g, s, q_tile, *_: (0, q_tile[s]))
         of_keys = pl.BlockSpec((1, self.tile), lambda k, g, s, q_tile, k_tile, *_: (0, k_tile[s]))
-        return [of_queries, of_keys], [segments_T[None]] * 2
+        reach = [] if reach_T is None else [reach_T[None]]
+        return [of_queries, of_keys, of_queries][: 2 + len(reach)], [segments_T[None]] * 2 + reach
 
 
 def product(a: jax.Array, b: jax.Array, dimensions: Any = (((1,), (0,)), ((), ()))) -> jax.Array:
@@ -68,12 +72,30 @@ def visible(
     *,
     keys: int,
 ) -> jax.Array:
-    """bool, of this shape: what is seen of a pair of tiles, by places and by segments. `keys`: the axis of the keys."""
+    """bool, of this shape: what is seen of a pair of tiles, by places, reach and segments. `keys`: the axis of the keys."""
     places = ((1 - keys, q_tile), (keys, k_tile))
-    seen = sees(*(jax.lax.broadcasted_iota(jnp.int32, shape, axis) + tile * shape[axis] for axis, tile in places))
+    reach = [jnp.expand_dims(ref[0], keys) for ref in segment_refs[2:]]
+    index = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) + tile * shape[axis] for axis, tile in places)
+    seen = sees(*index, *reach)
     if segment_refs:
         of_queries, of_keys = (
-            jnp.expand_dims(ref[0], 1 - axis) for ref, (axis, _) in zip(segment_refs, places, strict=True)
+            jnp.expand_dims(ref[0], 1 - axis) for ref, (axis, _) in zip(segment_refs[:2], places, strict=True)
         )
         seen &= of_queries == of_keys
     return seen
+
+
+def extents(segments_T: jax.Array, tile: int) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest segment id of each tile. Padding counts for nothing."""
+    tiles_JT = segments_T.reshape(-1, tile)
+    least = jnp.min(jnp.where(tiles_JT == 0, jnp.iinfo(tiles_JT.dtype).max, tiles_JT), axis=1)
+    return least, jnp.max(tiles_JT, axis=1)
+
+
+def meeting(segments_T: jax.Array, tile: int, q_tile: Any, k_tile: Any) -> tuple[jax.Array, jax.Array]:
+    """Of pairs of tiles, whether any two tokens of them may share a segment, and whether all do."""
+    least, greatest = extents(segments_T, tile)
+    tiles_JT = segments_T.reshape(-1, tile)
+    first, alike = tiles_JT[:, 0], jnp.all(tiles_JT == tiles_JT[:, :1], axis=1)
+    of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
+    return (least[q_tile] <= greatest[k_tile]) & (least[k_tile] <= greatest[q_tile]), of_one

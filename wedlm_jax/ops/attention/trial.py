@@ -23,18 +23,19 @@ from wedlm_jax.ops.attention.blocks import OwnBlocks
 from wedlm_jax.ops.attention.choice import PLATFORMS
 from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
-from wedlm_jax.ops.attention.splash import TwoStreamMask, splash_attention
+from wedlm_jax.ops.attention.splash import KeptMask, Mask, TwoStreamMask, splash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
 from wedlm_jax.ops.attention.window_tpu import attend_window
 
-Kernels = Literal["flash", "split", "window", "splash"]
+Kernels = Literal["flash", "split", "window", "splash", "kept"]
 NAMES = {
     "flash": "tokamax's flash kernels",
     "split": "the split kernel over a cache",
     "window": "the kernel of a window over a cache",
     "splash": "our kernels for splash",
+    "kept": "our kernels for splash with some blocks",
 }
-ON_TPU = ("window", "splash")
+ON_TPU = ("window", "splash", "kept")
 
 TOKENS, BLOCK_SIZE, WINDOW = 512, 32, 16
 CACHE_SLOTS = 2576  # several tiles of either kernel, the last of which is not whole
@@ -63,6 +64,7 @@ def failure(
     tried: dict[Kernels, Callable[..., tuple[Any, ...]]] = {
         "flash": functools.partial(_streams, _by_flash),
         "splash": functools.partial(_streams, _by_splash),
+        "kept": functools.partial(_streams, functools.partial(_by_splash, kept=True)),
         "split": functools.partial(_cache, attend_split),
         "window": functools.partial(_cache, attend_window),
     }
@@ -127,10 +129,12 @@ def _by_flash(q_memory, q_prediction, k, v, k_own, v_own):
     return flash_attention(q_memory, k, v, start, end), flash_attention(q_prediction, k, v, start, block, own)
 
 
-def _by_splash(q_memory, q_prediction, k, v, k_own, v_own):
+def _by_splash(q_memory, q_prediction, k, v, k_own, v_own, kept=False):
     q, k, v = (jnp.concatenate(x, axis=1) for x in ((q_memory, q_prediction), (k, k_own), (v, v_own)))
-    mask = TwoStreamMask(TOKENS, BLOCK_SIZE)
-    out = splash_attention(q, k, v, jnp.tile(_ranges()[0] + 1, 2), mask, own_kernels=True)
+    start, end, block = _ranges()
+    mask: Mask = KeptMask(TOKENS, TOKENS, BLOCK_SIZE) if kept else TwoStreamMask(TOKENS, BLOCK_SIZE)
+    reach = jnp.concatenate([end, block], axis=1) if kept else None
+    out = splash_attention(q, k, v, jnp.tile(start + 1, 2), mask, reach, own_kernels=True)
     return tuple(jnp.split(out, 2, axis=1))
 
 
