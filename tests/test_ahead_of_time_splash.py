@@ -18,10 +18,9 @@ from tests.conftest import FULL
 from tests.ops.visited_pairs import visited_pairs
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
-from wedlm_jax import absent_devices
+from wedlm_jax import absent_devices, train_step
 from wedlm_jax.ahead_of_time import trace_step
 from wedlm_jax.experiment import ModelConfig, override
-from wedlm_jax.model.kept_blocks import capacities
 from wedlm_jax.ops.attention import splash
 from wedlm_jax.ops.attention.splash import TwoStreamMask
 from wedlm_jax.program_costs import GATHERING, collectives, kernel_runs, matmul_flops
@@ -72,15 +71,16 @@ def test_masks_and_logits_would_be_found_in_a_text():
 
 
 @pytest.mark.parametrize(("name", "topology"), EXPERIMENTS)
-def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(name, topology):
-    """SFT and CPT: how many documents a row holds is data, so each compiles for both."""
+def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(monkeypatch, name, topology):
+    """SFT and CPT: how many documents a row holds is data, so each compiles for both. Of SFT's four programs the one for all
+    blocks and the one for a quarter, with --full all."""
+    quarters = (4, 3, 2, 1) if FULL else (4, 1)
+    monkeypatch.setattr(train_step, "capacities", lambda blocks: tuple(n * blocks // 4 for n in quarters))
     text = compiled_text(name, topology)
     shapes = shapes_in(text)
     assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
     assert masks_and_logits(shapes) == []
-    # Of SFT's four programs and of CPT's one.
-    kept = capacities(L) if name.endswith("sft") else (L,)
-    assert_bytes_of_kernels(text, rows={L + some for some in kept})
+    assert_bytes_of_kernels(text, rows={L + n * L // 4 for n in (quarters if name.endswith("sft") else (4,))})
     assert_no_product_is_cut_by_the_devices_that_its_kernel_comes_from(text)
     assert_halves_of_queries_and_keys_are_no_arrays(shapes)
     products, rest = (sum(one.cycles for one in operations(text) if one.multiplies == which) for which in (True, False))
