@@ -73,8 +73,8 @@ def test_masks_and_logits_would_be_found_in_a_text():
 @pytest.mark.parametrize(("name", "topology"), EXPERIMENTS)
 def test_a_step_compiles_with_the_kernels_and_without_a_mask_or_all_logits(monkeypatch, name, topology):
     """SFT and CPT: how many documents a row holds is data, so each compiles for both. Of SFT's four programs the one for all
-    blocks and the one for a quarter, with --full all."""
-    quarters = (4, 3, 2, 1) if FULL else (4, 1)
+    blocks, with --full all."""
+    quarters = (4, 3, 2, 1) if FULL else (4,)
     monkeypatch.setattr(train_step, "capacities", lambda blocks: tuple(n * blocks // 4 for n in quarters))
     text = compiled_text(name, topology)
     shapes = shapes_in(text)
@@ -148,6 +148,18 @@ def test_tiles_read_again_are_within_a_third_of_the_count_by_hand():
         for named in (np.ravel(forward.data_next), np.asarray(steps.pairs)[1, : int(steps.visited)]):
             fetched = 1 + np.count_nonzero(np.diff(named))
             assert by_hand <= fetched <= 1.3 * by_hand, (length, fetched, by_hand)
+
+
+def test_a_quarter_of_the_blocks_goes_through_the_kernels_as_it_lies(monkeypatch):
+    """A small model on one chip, compiled for that number of blocks alone."""
+    monkeypatch.setattr(train_step, "capacities", lambda blocks: (blocks // 4,))
+    one_row = override(EXPERIMENT, f"data.row_length={LENGTH}", "train.batch_size=1", "objective.block_size=32")
+    experiment = dataclasses.replace(one_row, model=dataclasses.replace(MODEL, num_layers=1))
+    step = trace_step(experiment, make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1")))
+    text = step.lower().compile().as_text()
+    for kernel in ("splash_output", "splash_gradients"):
+        calls = re.findall(rf"%{kernel}\S* = .*? custom-call\(.*", text)
+        assert calls and all(f"[4,{LENGTH + LENGTH // 4},64]" in call for call in calls), kernel
 
 
 def test_one_chip_takes_the_kernels_too():
