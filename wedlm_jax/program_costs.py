@@ -104,8 +104,8 @@ class Collective(NamedTuple):
 
 def runs_by_computation(text: str) -> dict[str, tuple[list[str], int]]:
     """The computations of a compiled program (`compiled.as_text()`) by name: their lines, and how often each runs. A loop runs as
-    often as the compiler or `kernel_runs` says, or once; of a conditional's branches the first,
-    in a training step the one of the most rows."""
+    often as the compiler or `kernel_runs` says, or once; of a conditional's branches the first, in a training
+    step the one of the most rows."""
     lines: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():

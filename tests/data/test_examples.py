@@ -8,8 +8,16 @@ import pytest
 
 from tests.data.tiny import sentence, with_bos
 from wedlm_jax.data.config import DataConfig
-from wedlm_jax.data.examples import end_token_id, from_completion, from_tokens, label_completion, pieces_of_text
+from wedlm_jax.data.examples import (
+    check_mask,
+    end_token_id,
+    from_completion,
+    from_tokens,
+    label_completion,
+    pieces_of_text,
+)
 from wedlm_jax.data.packing import pack
+from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
@@ -91,3 +99,9 @@ def test_the_prompt_of_a_completion_begins_as_a_decoder_begins_it():
     assert prompt[0] == tokenizer.bos_token_id
     assert example.tokens[: len(prompt)].tolist() == prompt and not example.loss_mask[: len(prompt)].any()
     assert tokenizer.bos_token_id not in example.tokens[1:]
+
+
+def test_an_empty_prompt_is_none_whatever_its_tokenizer_begins_texts_with():
+    for tokenizer in (TOKENIZER, with_bos()):
+        with pytest.raises(BadRecord, match="no token of it is prompt"):
+            check_mask(from_completion("", "bird", tokenizer, num_end_tokens=1))

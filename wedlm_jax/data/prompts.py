@@ -23,8 +23,7 @@ class Prompts(Documents):
         if isinstance(record, Chat):
             ids = prompt_of(record.messages, self._tokenizer, record.tools, record.variables)
         elif isinstance(record, Completion):
-            ids = encode_text(self._tokenizer, record.prompt)
-            ids = begun(self._tokenizer, ids) if ids else ids
+            ids = begun(self._tokenizer, encode_text(self._tokenizer, record.prompt))
         else:
             raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
         if not ids:

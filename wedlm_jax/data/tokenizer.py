@@ -151,9 +151,9 @@ def start_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def begun(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """Ids of a text as a document begins, behind `start_of_text`; as they are where that stands there already."""
+    """Ids of a text as a document begins, behind `start_of_text`; as they are where that stands there already, or none are."""
     start = start_of_text(tokenizer)
-    return [*ids] if tuple(ids[: len(start)]) == start else [*start, *ids]
+    return [*ids] if not ids or tuple(ids[: len(start)]) == start else [*start, *ids]
 
 
 @functools.lru_cache(maxsize=8)  # to look what a tokenizer does takes longer than to decode a text

@@ -39,7 +39,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[in
         prompt = np.asarray(prompt)
     if isinstance(prompt, str):
         ids = _encode(model, prompt, name)
-        ids = ids if isinstance(prompt, Verbatim) or not ids else begun(model.tokenizer, ids)
+        ids = ids if isinstance(prompt, Verbatim) else begun(model.tokenizer, ids)
     elif isinstance(prompt, Mapping) or (isinstance(prompt, Sequence) and prompt and _are_messages(prompt)):
         ids = _encode(model, render_messages(model, prompt, name), name)  # type: ignore[arg-type]
     elif _is_list(prompt) and all(_is_id(i) for i in prompt):

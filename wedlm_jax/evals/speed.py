@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from wedlm_jax.baselines.process import PAUSE, Baseline
 from wedlm_jax.data.quickstart_tasks import Problem
-from wedlm_jax.data.tokenizer import begun, encode_with_control_tokens, start_of_text
+from wedlm_jax.data.tokenizer import encode_with_control_tokens, start_of_text
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.first_drafts import masks_in_prefill
+from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
@@ -98,7 +99,7 @@ def _solved(model: Model, problem: Problem) -> list[int]:
 def _encoder(model: Model) -> Callable[[Problem], list[int]]:
     if model.tokenizer is None:
         raise UserError("the model has no tokenizer, so no task can be put to it")
-    return lambda problem: begun(model.tokenizer, encode_with_control_tokens(model.tokenizer, problem.prompt))
+    return lambda problem: encode_prompt(model, problem.prompt)
 
 
 def _others(problems: Sequence[Problem], row: int) -> Iterator[Problem]:

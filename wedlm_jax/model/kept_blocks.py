@@ -64,7 +64,7 @@ class KeptBlocks:
         return jnp.repeat(kept, self.block_size, axis=1)
 
 
-# Each is the other's transpose. Written as gathers both: the transpose of a gather would be a scatter, which is slow on a TPU.
+# Each is the other's transpose. Written as gathers both: the transpose of a gather would be a scatter, which is slower.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _take(x_BL: jax.Array, blocks: jax.Array, block_size: int) -> jax.Array:
     return _rows_of(x_BL, blocks, block_size)

@@ -37,6 +37,7 @@ from wedlm_jax.ops.attention import (
     trial,
     window_tpu,
 )
+from wedlm_jax.ops.attention.choice import Shaped
 from wedlm_jax.ops.attention.dense import is_exact
 from wedlm_jax.sharding import attend_over_mesh, axes_over, over_mesh, repeat_heads
 
@@ -254,7 +255,6 @@ class CachedWindow:
 
 
 Pattern = Causal | DualStream | CachedWindow
-Shaped = splash.Shaped
 Rows = TypeVar("Rows", jax.Array, jax.Array | bool)
 
 

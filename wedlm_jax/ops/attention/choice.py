@@ -12,6 +12,7 @@ import jax
 from wedlm_jax.errors import UserError
 
 Implementation = Literal["auto", "xla", "splash", "tokamax"]
+Shaped = jax.Array | jax.ShapeDtypeStruct  # what an implementation is asked about: it need not be there
 
 PLATFORMS = {"splash": ("tpu",), "tokamax": ("gpu", "cuda")}  # of those that one kind of device alone runs
 

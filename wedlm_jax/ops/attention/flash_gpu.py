@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
-from wedlm_jax.ops.attention.choice import PLATFORMS
+from wedlm_jax.ops.attention.choice import PLATFORMS, Shaped
 from wedlm_jax.ops.attention.dense import attend, is_exact, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 
@@ -87,9 +87,7 @@ def flash_attention(
     return _attend(kernels or _kernels_of_this_gpu(q_BTNH.dtype), q_BTNH, k_BSKH, v_BSKH, start_BT, end_BT, own)
 
 
-def unsupported(
-    q_BTNH: jax.Array | jax.ShapeDtypeStruct, k_BSKH: jax.Array | jax.ShapeDtypeStruct, own_size: int = 0
-) -> str | None:
+def unsupported(q_BTNH: Shaped, k_BSKH: Shaped, own_size: int = 0) -> str | None:
     """Why the kernels, and what is dense beside them for own blocks of `own_size`, cannot do this, or None if they can."""
     if importlib.util.find_spec("tokamax") is None:
         return "tokamax is not installed (README, Install)"

@@ -25,6 +25,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel im
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import _ComputableMask
 
 from wedlm_jax.ops.attention import splash_backward, splash_forward
+from wedlm_jax.ops.attention.choice import Shaped
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash_kept import KeptMask, steps_of
 from wedlm_jax.ops.attention.splash_tiles import Steps, extents, meeting
@@ -82,7 +83,6 @@ class TwoStreamMask:
 
 
 Mask = CausalMask | TwoStreamMask | KeptMask
-Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 def splash_attention(
@@ -258,9 +258,7 @@ def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> Steps
     pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
     visited = pruned.block_mask[0][q_tile, place] > 0
     _, of_one = meeting(segments_T, kernel.kwargs["block_sizes"].block_q, q_tile, k_tile)
-    order = jnp.argsort(~visited, stable=True)
-    pairs = jnp.stack([jnp.asarray(q_tile, jnp.int32), k_tile, partial | ~of_one])
-    return Steps(pairs[:, order], jnp.sum(visited))
+    return Steps.of(q_tile, k_tile, partial | ~of_one, visited)
 
 
 def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from wedlm_jax.ops.attention.choice import target_kind
+from wedlm_jax.ops.attention.choice import Shaped, target_kind
 from wedlm_jax.ops.attention.splash_tiles import (
     LANES,
     LANES_BY_LANES,
@@ -36,7 +36,7 @@ MAX_SUMS = 40 * 2**20  # of that, for the gradients of keys and values
 _SUBLANES_BY_SUBLANES = (((0,), (0,)), ((), ()))  # a.T @ b
 
 
-def unsupported(k_BTKH: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+def unsupported(k_BTKH: Shaped) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     T, H = k_BTKH.shape[1], k_BTKH.shape[3]
     if (kind := target_kind()).startswith(SMALLER):

@@ -71,6 +71,4 @@ def steps_of(mask: KeptMask, segments_T: jax.Array, reach_T: jax.Array, tile: in
     # Every query sees itself. Tiles of its own block beside those of other documents are few.
     visited = (k_tile == q_tile) | ~of_first | (meet & (k_tile * tile < farthest))
     whole = of_first & of_one & ((k_tile + 1) * tile <= nearest)
-    order = jnp.argsort(~visited, stable=True)
-    pairs = jnp.stack([jnp.asarray(q_tile, jnp.int32), jnp.asarray(k_tile, jnp.int32), (~whole).astype(jnp.int32)])
-    return Steps(pairs[:, order], jnp.sum(visited))
+    return Steps.of(q_tile, k_tile, ~whole, visited)

@@ -20,6 +20,12 @@ class Steps(NamedTuple):
     pairs: jax.Array  # int32 [3, S]: tile of queries, tile of keys, 1 where not all of it is seen
     visited: jax.Array | int
 
+    @classmethod
+    def of(cls, q_tile: Any, k_tile: Any, partial: Any, visited: jax.Array) -> Steps:
+        """Those of the pairs, in their order, of which bool [S] says that they are visited."""
+        pairs = jnp.stack([jnp.asarray(x, jnp.int32) for x in (q_tile, k_tile, partial)])
+        return cls(pairs[:, jnp.argsort(~visited, stable=True)], jnp.sum(visited))
+
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
