@@ -136,7 +136,7 @@ def settings_of(flags: Flags) -> StepSettings:
 def adapter_settings_of(flags: Flags, rank: int) -> StepSettings:
     objective = dataclasses.replace(load_experiment("quickstart_adapter").objective, block_size=flags.block_size)
     model = dataclasses.replace(model_of(flags), adapter=AdapterConfig(rank=rank))
-    return dataclasses.replace(settings_of(flags), model=model, objective=objective, skip_unread=None)
+    return dataclasses.replace(settings_of(flags), model=model, objective=objective, skip_unread=False)
 
 
 def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:

@@ -346,3 +346,34 @@ def test_a_mixture_can_be_written_as_json(monkeypatch, folder):
     assert "no JSON (Expecting value); write a list of objects" in message_of(mixed, "chat,text")
     for name in ("wieght", "Weight"):
         assert f"{name}: unexpected keyword argument" in message_of(mixed, f'[{{"source": "chat", "{name}": 2}}]')
+
+
+def skips(*overrides, **model):
+    experiment = override(EXPERIMENT, *overrides)
+    return experiment.step_settings(dataclasses.replace(experiment.model, **model), 1).skip_unread
+
+
+MASK_ROWS = {"adapter": AdapterConfig(rank=1)}
+OF_ADAPTER = ("objective.ar_loss_weight=0", "objective.ar_steps=0")
+
+
+def test_blocks_are_left_out_unasked_of_long_rows_with_prompts():
+    prompts, text = ("data.source=quickstart_tasks",), ("data.source=text", "data.path=x")
+    assert not skips(*prompts, "data.row_length=496")
+    assert skips(*prompts, "data.row_length=512")
+    assert not skips(*text, "data.row_length=512")
+    assert skips(*text, "train.skip_unread=true")
+    assert not skips(*prompts, "data.row_length=512", "train.skip_unread=false")
+    assert not skips(*prompts, "data.row_length=512", "objective.streams=single")
+    assert not skips(*prompts, "data.row_length=512", *OF_ADAPTER, **MASK_ROWS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model"),
+    [
+        (("objective.streams=single", "train.skip_unread=true"), {}),
+        ((*OF_ADAPTER, "train.skip_unread=false"), MASK_ROWS),
+    ],
+)
+def test_leaving_blocks_out_is_not_asked_where_it_has_no_meaning(overrides, model):
+    assert message_of(lambda: skips(*overrides, **model)).startswith("train.skip_unread=")

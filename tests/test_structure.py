@@ -24,7 +24,7 @@ FLOORS = (
     {"objective"},
     {"optimizer", "train_state", "mask_training", "train_step", "hf", "model_file", "checkpoint", "metrics", "decode"},
     {"engine", "pretrained", "baselines", "absent_devices"},
-    {"evals", "model_flags", "study"},
+    {"evals", "model_flags", "study", "train_config"},
     {"experiment"},
     {"same_run", "workdir"},
     {"__init__", "generate", "chat", "serve"},  # the public surface

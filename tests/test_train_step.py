@@ -386,12 +386,3 @@ def test_what_does_not_run_is_not_computed(monkeypatch):
     assert products(SKIPPING) == pytest.approx(whole, rel=0.01)  # of the branches the largest counts
     monkeypatch.setattr(train_step, "capacities", lambda blocks: (blocks // 4,))
     assert products(SKIPPING) == pytest.approx(0.625 * whole, rel=0.05)
-
-
-def test_blocks_are_left_out_unasked_of_long_rows_with_prompts():
-    of_prompts = dataclasses.replace(SETTINGS, prompts=True)
-    asked = dataclasses.replace(of_prompts, skip_unread=True), dataclasses.replace(of_prompts, skip_unread=False)
-    assert [s.leaves_out_blocks(511) for s in (SETTINGS, of_prompts, *asked)] == [False, False, True, False]
-    assert [s.leaves_out_blocks(512) for s in (SETTINGS, of_prompts, *asked)] == [False, True, True, False]
-    with pytest.raises(UserError, match=r"train.skip_unread=True is neither .* objective.streams=single"):
-        dataclasses.replace(with_objective(streams="single"), skip_unread=True)

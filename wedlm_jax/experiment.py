@@ -16,12 +16,11 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
 from wedlm_jax.config_tree import (
-    check_choices,
     fields_of,
     from_json,
     inner_section,
@@ -41,6 +40,7 @@ from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.study import Curve, Measure, Stage, Study
+from wedlm_jax.train_config import LEAST_LENGTH, TrainConfig
 from wedlm_jax.train_step import StepSettings
 
 __all__ = [
@@ -76,54 +76,6 @@ FREE_TO_CHANGE = (
     "train.eval_every", "train.eval_batches", "train.eval_samples", "train.profile_steps", "train.tensorboard", "train.wandb",
     "train.skip_unread",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """The loop."""
-
-    steps: int = 1000
-    batch_size: int = 16  # rows of a step, over all devices
-    micro_batches: int = 1  # gradient accumulation: the rows of a step are run in this many parts
-    # Blocks without a mask, as of prompts, do not run; None: in rows of 512 tokens and more of data with prompts
-    skip_unread: bool | None = None
-    seed: int = 0  # of the parameters, the order of the data and the corruption
-    log_every: int = 10  # steps
-    checkpoint_every: int = 500  # steps; the last step is always saved
-    keep_checkpoints: int = 2  # the newest ones; the last one saved while updates were finite stays in any case
-    best_metric: Literal["validation_ar_loss", "validation_mlm_loss"] | None = None  # its lowest is WORKDIR@best
-    max_skipped_in_row: int = 10  # stop after so many steps with a loss or gradient that is not finite
-    eval_every: int = 0  # steps between two looks at held-out data; 0 = none
-    eval_batches: int = 4  # held-out batches, the same ones each time; fixed where best_metric compares them
-    eval_samples: int = 2  # held-out prompts that are completed and shown each time
-    profile_steps: tuple[int, ...] = ()  # steps whose profiler trace goes to WORKDIR/profile
-    tensorboard: bool = True  # event files in WORKDIR/tensorboard
-    wandb: str | None = None  # project of Weights & Biases that the metrics are sent to as well
-
-    def __post_init__(self) -> None:
-        check_choices(self, "train")
-        for name in ("seed", "eval_every", "eval_samples"):
-            if getattr(self, name) < 0:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 0")
-        positive = (
-            "steps", "batch_size", "micro_batches", "log_every", "checkpoint_every", "keep_checkpoints",
-            "max_skipped_in_row", "eval_batches",
-        )  # fmt: skip
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise UserError(f"train.{name}={getattr(self, name)} must be at least 1")
-        if self.batch_size % self.micro_batches:
-            raise UserError(
-                f"train.batch_size={self.batch_size} is not a multiple of train.micro_batches={self.micro_batches}"
-            )
-        if self.best_metric is not None and (not self.eval_every or self.checkpoint_every % self.eval_every):
-            raise UserError(
-                f"train.best_metric={self.best_metric} is measured every train.eval_every={self.eval_every} steps; set that to a "
-                f"divisor of train.checkpoint_every={self.checkpoint_every}"
-            )
-        for step in self.profile_steps:
-            if not 1 <= step <= self.steps:
-                raise UserError(f"train.profile_steps={step} is not a step; choose from 1 to train.steps={self.steps}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,13 +137,24 @@ class Experiment:
             )
 
     def step_settings(self, model: ModelConfig, mask_token_id: int | None) -> StepSettings:
-        """What its training step is compiled for, with the model and the mask id that it comes to."""
+        """What its training step is compiled for, with the model and the mask id that it comes to.
+
+        Raises:
+          UserError: the fields do not go together, or with this model.
+        """
         config = self.train
-        return StepSettings(
+        settings = StepSettings(
             model=model, objective=self.objective, optimizer=self.optimizer, mask_token_id=mask_token_id,
             total_steps=config.steps, seed=config.seed, micro_batches=config.micro_batches,
-            skip_unread=config.skip_unread, prompts=self.data.has_prompts,
         )  # fmt: skip
+        of_blocks = self.objective.streams == "dual" and not settings.only_mask_rows
+        if config.skip_unread is not None and not of_blocks:
+            raise UserError(
+                f"train.skip_unread={config.skip_unread} is neither for an adapter with rows=mask, which skips always, nor for "
+                "objective.streams=single, where a document is one block; leave it out"
+            )
+        unasked = of_blocks and self.data.has_prompts and self.data.row_length >= LEAST_LENGTH
+        return dataclasses.replace(settings, skip_unread=unasked if config.skip_unread is None else config.skip_unread)
 
     @property
     def workdir(self) -> Path:

@@ -34,9 +34,6 @@ Metrics = dict[str, jax.Array]
 # The MLM loss by the mask ratio of the block: mean cross-entropy of the masked tokens, gamma up to the number in the name.
 LOSS_BY_RATIO = ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00")
 
-# Tokens of the shortest rows of which blocks are left out unasked: in shorter ones that saves less time than compiling takes.
-LEAST_LENGTH = 512
-
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
 jax.tree_util.register_dataclass(
     PackedBatch, data_fields=[field.name for field in dataclasses.fields(PackedBatch)], meta_fields=[]
@@ -54,8 +51,7 @@ class StepSettings:
     total_steps: int
     seed: int
     micro_batches: int = 1  # gradient accumulation: a step's batch is run in this many parts
-    skip_unread: bool | None = None  # blocks of the prediction stream without a mask do not run; None: by `prompts`
-    prompts: bool = False  # whether rows may hold much that is not learned
+    skip_unread: bool = False  # blocks of the prediction stream without a mask do not run
 
     def __post_init__(self) -> None:
         self.objective.check_adapter(self.model.adapter)
@@ -66,23 +62,12 @@ class StepSettings:
                 f"model.param_dtype={self.model.param_dtype} is for the base of an adapter, which stays as it is; most updates "
                 "of a model that is trained itself would round to nothing: leave it out (model.dtype is what it computes in)"
             )
-        if self.skip_unread is not None and (self.only_mask_rows or self.objective.streams == "single"):
-            raise UserError(
-                f"train.skip_unread={self.skip_unread} is neither for an adapter with rows=mask, which skips always, nor for "
-                "objective.streams=single, where a document is one block; leave it out"
-            )
         if self.only_mask_rows and self.model.position_embedding_type != "rope":
             raise UserError("model.adapter with rows=mask is not implemented for learned absolute positions")
 
     @property
     def only_mask_rows(self) -> bool:
         return self.model.adapter is not None and self.model.adapter.rows == "mask"
-
-    def leaves_out_blocks(self, length: int) -> bool:
-        """Whether blocks without a mask do not run, of rows of `length`: the step is compiled for each of `capacities`."""
-        if self.skip_unread is not None:
-            return self.skip_unread
-        return self.prompts and self.objective.streams == "dual" and length >= LEAST_LENGTH
 
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
@@ -130,7 +115,7 @@ def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSetting
 def runs_of_tokens(streams: DualStreamBatch, settings: StepSettings) -> jax.Array:
     """How often each token of the batch has to run through the layers, int [] or [B, L]."""
     length = streams.segment_ids.shape[1]
-    if settings.only_mask_rows or settings.leaves_out_blocks(length):
+    if settings.only_mask_rows or settings.skip_unread:
         return 1 + beside_a_mask(streams.masked[:, length:], settings.objective.block_size)
     return jnp.int32(2)
 
@@ -142,7 +127,7 @@ def both_streams(
     the blocks with a mask: all of `capacities` are compiled, the device chooses."""
     streams, weights = part
     length = weights.ar.shape[1]
-    if not settings.leaves_out_blocks(length):
+    if not settings.skip_unread:
         return gradients_of(functools.partial(wedlm_forward, settings=settings), state, part)
     block_size = settings.objective.block_size
     read = with_a_mask(streams.masked[:, length:], block_size)
