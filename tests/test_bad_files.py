@@ -182,7 +182,7 @@ HF = {
     ),
     "an architecture that is not implemented": Case(LOAD, "exported/config.json: .*mistral", config(model_type="mistral")),
     "a rope that is not implemented": Case(
-        LOAD, "exported/config.json: .*rope", config(rope_scaling={"rope_type": "yarn", "factor": 4.0}, rope_parameters=None)
+        LOAD, "exported/config.json: .*rope", config(rope_scaling={"rope_type": "dynamic", "factor": 4.0}, rope_parameters=None)
     ),
     "no tokenizer for a text": Case(
         LOAD, "--prompt: this model has no tokenizer; pass token ids",

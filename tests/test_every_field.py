@@ -18,6 +18,7 @@ from tests.decode.test_invariants import FIELDS as DECODE
 from tests.evals.models import tiny_model
 from tests.model.test_adapter import CHANGES as ADAPTER
 from tests.model.test_config_fields import CHANGES as MODEL
+from tests.model.test_rope_scaling import CHANGES as ROPE_SCALING
 from tests.test_self_generation import CHANGES as SELF_GENERATED
 from tests.test_train_fields import CHANGES as TRAIN
 from tests.test_train_fields import configs
@@ -36,6 +37,7 @@ from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.sweep import ADAPTED, settings_of
 from wedlm_jax.experiment import Experiment, ModelConfig, ModelOverrides, TokenizerConfig, TrainConfig, override
 from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
@@ -45,6 +47,7 @@ from wedlm_jax.train_state import abstract_state
 TABLES = {
     ModelConfig: MODEL,
     AdapterConfig: ADAPTER,
+    RopeScaling: ROPE_SCALING,
     SourceConfig: DATA | DATA_ELSEWHERE,
     WeightedSource: DATA | DATA_ELSEWHERE,
     DataConfig: DATA | DATA_ELSEWHERE,

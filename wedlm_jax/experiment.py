@@ -36,6 +36,7 @@ from wedlm_jax.errors import UserError, reason
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import MEANS, ModelConfig, ModelOverrides
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.sharding import MeshConfig
@@ -55,6 +56,7 @@ __all__ = [
     "ModelOverrides",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "RopeScaling",
     "SelfGenerated",
     "Stage",
     "Study",

@@ -9,6 +9,7 @@ import pytest
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import from_hf, read_json, to_hf
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.rope_scaling import RopeScaling
 
 FILE = Path("somewhere/config.json")
 RAW = {
@@ -72,6 +73,66 @@ def test_old_and_new_rope_keys_that_differ_are_refused(name):
         from_hf(RAW | {name: {"rope_theta": 1.0}}, FILE)
 
 
+YARN_FILE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+YARN = RopeScaling("yarn", 4.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({"rope_scaling": YARN_FILE}, YARN),
+        ({"rope_parameters": {**YARN_FILE, "rope_theta": 5e5, "truncate": True}, "rope_scaling": YARN_FILE}, YARN),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RopeScaling("linear", 2.0)),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 8192}},
+            RopeScaling("llama3", 8.0, 8192),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": None}},
+            RopeScaling("yarn", 2.0, RAW["max_position_embeddings"], beta_fast=16.0),
+        ),
+    ],
+)  # fmt: skip
+def test_a_stretched_rope_is_read_under_old_and_new_keys(fields, scaling):
+    assert from_hf(RAW | fields, FILE).rope_scaling == scaling
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        YARN,
+        RopeScaling("yarn", 2.0, 64, beta_slow=2.0, attention_factor=1.25),
+        RopeScaling("linear", 3.0),
+        RopeScaling("llama3", 8.0, 64, low_freq_factor=2.0),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_stretched_rope_is_written_under_both_keys(scaling, key):
+    config = dataclasses.replace(from_hf(RAW, FILE), rope_scaling=scaling)
+    raw = to_hf(config, "qwen3", mask_token_id=None, special_ids={})
+    other = {"rope_scaling", "rope_parameters"} - {key}
+    assert from_hf({name: value for name, value in raw.items() if name not in other}, FILE) == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling={'rope_type': 'yarn'} lacks factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "lacks low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": YARN_FILE | {"factor": "4"}}, "factor=4 is not a positive number"),
+        ({"rope_scaling": YARN_FILE | {"factor": 0.5}}, "model.rope_scaling.factor=0.5 must be at least 1"),
+        ({"rope_scaling": YARN_FILE | {"original_max_position_embeddings": 1.5}}, "is not a positive whole number"),
+        ({"rope_scaling": YARN_FILE, "rope_parameters": YARN_FILE | {"factor": 2.0}}, "differ; keep one"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not an object"),
+    ],
+)
+def test_a_rope_that_cannot_be_read_is_named(fields, message):
+    with pytest.raises(UserError, match=message) as error:
+        from_hf(RAW | fields, FILE)
+    assert str(error.value).startswith(f"{FILE}: ")
+
+
 def test_a_file_without_rope_theta_means_ten_thousand():
     assert from_hf(without("rope_theta"), FILE).rope_theta == 10_000.0
 
@@ -117,9 +178,10 @@ def test_wedlm_reads_bias_and_norm_from_its_own_fields(fields, bias, norm):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3"}},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "attention_factor": 1.5}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}},
+        {"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}},
         {"rope_parameters": {"full_attention": {"rope_theta": 5e5, "rope_type": "default"}}},
         {"rope_scaling": {"type": "default", "mrope_section": [1, 2, 3]}},
         {"partial_rotary_factor": 0.5},

@@ -14,6 +14,7 @@ from wedlm_jax.hf.weights import load_hf
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import init_params, transformer_from
+from wedlm_jax.model.rope_scaling import RopeScaling
 
 from .conftest import ORACLE
 
@@ -24,6 +25,16 @@ torch.set_num_threads(1)  # the models are tiny, and the cores are shared with t
 EXPORTS = {
     "qwen3": dict(qkv_bias=False, qk_norm=True, head_dim=24, tie_word_embeddings=True, rope_theta=1e6),
     "qwen2": dict(qkv_bias=True, qk_norm=False, head_dim=16, tie_word_embeddings=False, rope_theta=1e4),
+    # Contexts of 8 and 16 tokens before, so that the 40 of the tests are beyond them.
+    "qwen3, YaRN": dict(
+        qkv_bias=False, qk_norm=True, head_dim=24, rope_theta=1e6, rope_scaling=RopeScaling("yarn", 4.0, 16)
+    ),
+    "llama, as of 3.1": dict(
+        qkv_bias=False, qk_norm=False, head_dim=16, rope_theta=5e5, rope_scaling=RopeScaling("llama3", 8.0, 8)
+    ),
+    "qwen2, interpolated": dict(
+        qkv_bias=True, qk_norm=False, head_dim=16, rope_theta=1e4, rope_scaling=RopeScaling("linear", 2.0)
+    ),
     "llama": dict(qkv_bias=False, qk_norm=False, head_dim=16, tie_word_embeddings=True, rope_theta=1e5),
 }
 
@@ -39,6 +50,7 @@ def exported(request, tmp_path_factory):
         num_heads=4,
         num_kv_heads=2,
         rms_norm_eps=1e-5,
+        max_position_embeddings=64,
         matmul_precision="highest",
         **EXPORTS[request.param],
     )
@@ -48,8 +60,9 @@ def exported(request, tmp_path_factory):
     params = {name: jnp.asarray(rng.normal(centre[name], 0.15, x.shape), x.dtype) for name, x in shapes.items()}
     model = Model(transformer_from(config, params), config)
     directory = tmp_path_factory.mktemp("export") / "out"
-    save_hf(model, directory, request.param)
-    return model, directory, request.param
+    arch = request.param.partition(",")[0]
+    save_hf(model, directory, arch)
+    return model, directory, arch
 
 
 def test_auto_model_reads_the_export_and_gives_our_logits(exported):
@@ -77,6 +90,7 @@ def test_no_field_of_the_exported_config_is_lost_on_transformers(exported):
         "layer_types",
     ):
         assert getattr(config, name) == raw[name]
+    assert config.rope_parameters == raw["rope_parameters"]
     assert config.rope_parameters["rope_theta"] == model.config.rope_theta
     assert config.dtype == torch.float32
 

@@ -20,6 +20,7 @@ from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.model.patterns import Causal
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.ops.attention import DENSE_BLOCK
 
 # field -> (another value, what must differ: parameter shapes or dtypes, the cache, the logits, the program, a check)
@@ -33,6 +34,7 @@ CHANGES = {
     "head_dim": (8, {"params", "cache"}),
     "position_embedding_type": ("learned_absolute", {"params", "logits"}),
     "rope_theta": (100.0, {"logits", "program"}),
+    "rope_scaling": (RopeScaling("linear", 4.0), {"logits", "program"}),
     "rms_norm_eps": (0.1, {"logits", "program"}),
     "max_position_embeddings": (20, {"check"}),
     "tie_word_embeddings": (True, {"params", "logits"}),

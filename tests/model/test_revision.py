@@ -12,6 +12,7 @@ from tests.model.tiny import TINY, params
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.parameters import param_axes
 from wedlm_jax.model.revision import _words, revision
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 BASE = revision(TINY, params())
@@ -69,7 +70,7 @@ def test_two_values_that_change_places_change_it():
 @pytest.mark.parametrize(
     "change",
     [{"rope_theta": 5e5}, {"rms_norm_eps": 1e-5}, {"num_heads": 2, "num_kv_heads": 1}, {"tie_word_embeddings": True},
-     {"position_embedding_type": "learned_absolute"}],
+     {"position_embedding_type": "learned_absolute"}, {"rope_scaling": RopeScaling("yarn", 4.0)}],
 )  # fmt: skip
 def test_what_else_the_forward_pass_reads_changes_it(change):
     assert revision(dataclasses.replace(TINY, **change), params()) != BASE

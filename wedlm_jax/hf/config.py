@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from wedlm_jax.errors import UserError
+from wedlm_jax.hf.fields import flag, real, whole
+from wedlm_jax.hf.rope_parameters import read_rope, rope_parameters
 from wedlm_jax.model.config import DType, ModelConfig
 
 Arch = Literal["wedlm", "qwen3", "qwen2", "llama"]
@@ -28,13 +29,11 @@ FORWARD_PASSES: dict[Arch, tuple[tuple[bool, bool], ...]] = {
 }
 
 # Where a file leaves a field out, the reference implementation takes these; a field without a default must be there.
-DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_MAX_POSITION_EMBEDDINGS = 32_768
 DEFAULT_RMS_NORM_EPS = 1e-6
 QWEN3_DEFAULT_HEAD_DIM = 128
 LLAMA_DEFAULT_MAX_POSITION_EMBEDDINGS = 2048
 FULL_ATTENTION = "full_attention"
-ROPE_OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
 
 # The first release with Qwen3. Releases around 4.57 are said to warn of a wrong pattern in any large tokenizer beside a
 # config.json that names a later one or none, and advise a setting that would change its tokens (huggingface/transformers,
@@ -102,25 +101,27 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
     missing = [name for name in required if name not in raw]
     if missing:
         raise UserError(f"{file}: missing field {', '.join(missing)}")
-    heads = _whole(raw, "num_attention_heads", file)
-    hidden = _whole(raw, "hidden_size", file)
+    heads = whole(raw, "num_attention_heads", file)
+    hidden = whole(raw, "hidden_size", file)
     if arch == "wedlm":  # the defaults of the official class
-        qkv_bias, qk_norm = _flag(raw, "attention_bias", True, file), _flag(raw, "qk_norm", False, file)
+        qkv_bias, qk_norm = flag(raw, "attention_bias", True, file), flag(raw, "qk_norm", False, file)
     else:
         qkv_bias, qk_norm = FORWARD_PASSES[arch][0]
+    theta, scaling = read_rope(raw, file)
     longest = LLAMA_DEFAULT_MAX_POSITION_EMBEDDINGS if arch == "llama" else DEFAULT_MAX_POSITION_EMBEDDINGS
     fields: dict[str, Any] = dict(
-        vocab_size=_whole(raw, "vocab_size", file),
+        vocab_size=whole(raw, "vocab_size", file),
         hidden_size=hidden,
-        intermediate_size=_whole(raw, "intermediate_size", file),
-        num_layers=_whole(raw, "num_hidden_layers", file),
+        intermediate_size=whole(raw, "intermediate_size", file),
+        num_layers=whole(raw, "num_hidden_layers", file),
         num_heads=heads,
-        num_kv_heads=heads if raw.get("num_key_value_heads") is None else _whole(raw, "num_key_value_heads", file),
+        num_kv_heads=heads if raw.get("num_key_value_heads") is None else whole(raw, "num_key_value_heads", file),
         head_dim=_head_dim(raw, file, hidden, heads),
-        rope_theta=_rope_theta(raw, file),
-        rms_norm_eps=_real(raw, "rms_norm_eps", DEFAULT_RMS_NORM_EPS, file),
-        max_position_embeddings=_whole(raw, "max_position_embeddings", file, longest),
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings", False, file),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        rms_norm_eps=real(raw, "rms_norm_eps", DEFAULT_RMS_NORM_EPS, file),
+        max_position_embeddings=whole(raw, "max_position_embeddings", file, longest),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", False, file),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
         dtype=dtype,
@@ -144,6 +145,7 @@ def to_hf(
       UserError: the weights do not fit `arch`.
     """
     require_fit(config, arch)
+    rope = rope_parameters(config.rope_scaling)
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
@@ -157,7 +159,8 @@ def to_hf(
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_parameters": {**rope, "rope_theta": config.rope_theta},
+        **({} if config.rope_scaling is None else {"rope_scaling": rope}),
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "layer_types": [FULL_ATTENTION] * config.num_layers,
@@ -229,34 +232,11 @@ def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
         raise UserError(
             f"{file}: layer_types holds {', '.join(map(repr, others))}, not implemented (only {FULL_ATTENTION!r})"
         )
-    for name in ROPE_OBJECTS:
-        rope = raw.get(name)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise UserError(f"{file}: {name}={rope!r} is not an object")
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        extra = sorted(set(rope) - {"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-        if kind != "default" or extra or rope.get("partial_rotary_factor", 1) != 1:
-            raise UserError(f"{file}: {name}={rope!r} is not implemented (only rope_type 'default' with a rope_theta)")
-
-
-def _rope_theta(raw: Mapping[str, Any], file: Path) -> float:
-    places = {"rope_theta": raw} | {f"{name}.rope_theta": raw.get(name) or {} for name in ROPE_OBJECTS}
-    stored = {
-        name: _real(fields, "rope_theta", DEFAULT_ROPE_THETA, file)
-        for name, fields in places.items()
-        if "rope_theta" in fields
-    }
-    if len(set(stored.values())) > 1:
-        differing = " and ".join(f"{name}={theta}" for name, theta in stored.items())
-        raise UserError(f"{file}: {differing} differ; keep one")
-    return next(iter(stored.values()), DEFAULT_ROPE_THETA)
 
 
 def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> int:
     if raw.get("head_dim") is not None:
-        return _whole(raw, "head_dim", file)
+        return whole(raw, "head_dim", file)
     if raw["model_type"] == "qwen3" and "head_dim" not in raw:
         return QWEN3_DEFAULT_HEAD_DIM
     if hidden % heads:
@@ -264,24 +244,3 @@ def _head_dim(raw: Mapping[str, Any], file: Path, hidden: int, heads: int) -> in
             f"{file}: head_dim is missing and hidden_size={hidden} is not a multiple of num_attention_heads={heads}"
         )
     return hidden // heads
-
-
-def _whole(raw: Mapping[str, Any], name: str, file: Path, default: int | None = None) -> int:
-    value = raw.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{file}: {name}={value!r} is not a positive whole number")
-    return value
-
-
-def _real(raw: Mapping[str, Any], name: str, default: float, file: Path) -> float:
-    value = raw.get(name, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{file}: {name}={str(value)[:40]} is not a positive number")
-    return float(value)
-
-
-def _flag(raw: Mapping[str, Any], name: str, default: bool, file: Path) -> bool:
-    value = raw.get(name, default)
-    if not isinstance(value, bool):
-        raise UserError(f"{file}: {name}={value!r} is not true or false")
-    return value

@@ -10,6 +10,7 @@ import pydantic
 from wedlm_jax.config_tree import check_choices
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.ops.attention import Implementation
 
 DType = Literal["float32", "bfloat16"]
@@ -40,6 +41,7 @@ class ModelConfig:
     # "learned_absolute" is GPT-2's table by place in memory: it breaks the method, and is here to show that it does.
     position_embedding_type: Literal["rope", "learned_absolute"] = "rope"
     rope_theta: float = 1_000_000.0
+    rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 32_768  # the context: prompt + generated tokens; mask slots may pass it
     tie_word_embeddings: bool = False
@@ -68,6 +70,10 @@ class ModelConfig:
                 raise UserError(f"model.{name}={getattr(self, name)} must be at least 1")
         if not 0 < self.rope_theta < float("inf"):
             raise UserError(f"model.rope_theta={self.rope_theta} must be above 0 and finite")
+        if self.rope_scaling is not None and self.rope_theta <= 1:
+            raise UserError(
+                f"model.rope_theta={self.rope_theta} must be above 1 where model.rope_scaling stretches RoPE"
+            )
         if not 0 <= self.rms_norm_eps < float("inf"):
             raise UserError(f"model.rms_norm_eps={self.rms_norm_eps} must be 0 or more and finite")
         if self.mlp_tile is not None and self.mlp_tile < 1:

@@ -107,7 +107,7 @@ def run_frozen(
     chosen = Chosen.of(prediction.observed, prediction.block_size, capacity)
     to_memory = memory_ranges(prediction, chosen)
     memory_rope, rope = (
-        rope_angles(positions, config.head_dim, config.rope_theta)
+        rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
         for positions in (memory_positions, chosen.take(prediction.positions))
     )
 
@@ -140,7 +140,7 @@ def run_masks(transformer: Transformer, frozen: Frozen, prediction: Prediction, 
     block = masks.rows // J * J
     of_block = (jnp.take_along_axis(observed_before, place, axis=1) for place in (block, block + J))
     ranges = [memory_ranges(prediction, masks), masks.only_used(tuple(of_block)), masks.own()]  # type: ignore[arg-type]
-    rope = rope_angles(masks.take(prediction.positions), config.head_dim, config.rope_theta)
+    rope = rope_angles(masks.take(prediction.positions), config.head_dim, config.rope_theta, config.rope_scaling)
 
     def run(x: jax.Array, state: nnx.State, memory: KeysValues, observed: KeysValues) -> jax.Array:
         layer: Layer = nnx.merge(graph, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -29,6 +30,8 @@ def revision(config: ModelConfig, params: Mapping[str, jax.Array]) -> str:
     base, _ = split_adapter(params)
     tensors = {name: [*x.shape, *map(int, _words(x))] for name, x in base.items()}
     read = {name: getattr(config, name) for name in _READ}
+    if config.rope_scaling is not None:
+        read |= dataclasses.asdict(config.rope_scaling)
     read = {name: float(value) if isinstance(value, int) else value for name, value in read.items()}  # 10000 is 10000.0
     described = {"version": _VERSION, "tensors": tensors, **read}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]

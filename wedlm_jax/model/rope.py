@@ -10,19 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.ops.attention import target_platform
 
 
-def rope_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines [B, L, H / 2] of the rotations at integer positions [B, L].
+def rope_angles(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines [B, L, H / 2] of the rotations at integer positions [B, L], times the magnitude of `scaling`.
 
     In float32 whatever the compute dtype: bfloat16 cannot tell position 257 from 256.
     """
     chex.assert_rank(positions, 2)
     chex.assert_type(positions, int)
     frequencies = theta ** -(jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequencies = scaling.stretch(frequencies, theta)
     angles = positions[..., None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    magnitude = 1.0 if scaling is None else scaling.magnitude
+    return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
 def apply_rope(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

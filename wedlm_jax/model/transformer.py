@@ -130,8 +130,10 @@ class Transformer(nnx.Module):
         return hidden if cache is None else (hidden, cache)
 
     def _angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+
         def angles() -> tuple[jax.Array, jax.Array]:
-            return rope_angles(positions, self.config.head_dim, self.config.rope_theta)
+            return rope_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
         if not isinstance(self.layers, nnx.List) or attention.target_platform() != "cpu":
             return angles()

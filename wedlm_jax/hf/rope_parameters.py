@@ -1,0 +1,93 @@
+"""The RoPE of a config.json: its base, and how it is stretched for longer contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wedlm_jax.errors import UserError
+from wedlm_jax.hf.fields import real, whole
+from wedlm_jax.model.rope_scaling import RopeScaling
+
+OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
+DEFAULT_THETA = 10_000.0  # where a file leaves it out, as the reference implementation
+
+# What each type needs, and what it may leave out; `original_max_position_embeddings` is then the file's context.
+NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+MAY_HAVE = {
+    "default": (),
+    "linear": (),
+    "llama3": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings", "beta_slow", "beta_fast", "attention_factor"),
+}
+NEUTRAL = {"partial_rotary_factor": 1, "truncate": True}  # fields that change nothing at these values alone
+
+
+def read_rope(raw: Mapping[str, Any], file: Path) -> tuple[float, RopeScaling | None]:
+    """Theta and the scaling of a config.json, under old and new keys.
+
+    Raises:
+      UserError: a field is missing, has the wrong type, or asks for what is not implemented; two keys say different things.
+    """
+    found = {name: _scaling(raw, name, file) for name in OBJECTS if raw.get(name) is not None}
+    if len(set(found.values())) > 1:
+        raise UserError(f"{file}: {' and '.join(f'{name}={raw[name]!r}' for name in found)} differ; keep one")
+    return _theta(raw, file), next(iter(found.values()), None)
+
+
+def rope_parameters(scaling: RopeScaling | None) -> dict[str, Any]:
+    """What a config.json says of the scaling: the fields that its type has."""
+    if scaling is None:
+        return {"rope_type": "default"}
+    names = ("rope_type", *NEEDS[scaling.rope_type], *MAY_HAVE[scaling.rope_type])
+    return {name: value for name in names if (value := getattr(scaling, name)) is not None}
+
+
+def _scaling(raw: Mapping[str, Any], name: str, file: Path) -> RopeScaling | None:
+    rope = raw[name]
+    if not isinstance(rope, dict):
+        raise UserError(f"{file}: {name}={rope!r} is not an object")
+    kind: Any = rope.get("rope_type", rope.get("type", "default"))
+    known = NEEDS.get(kind) if isinstance(kind, str) else None
+    if known is None:
+        raise UserError(f"{file}: {name}={rope!r} is not implemented (only rope_type {', '.join(map(repr, NEEDS))})")
+    given = {field: value for field, value in rope.items() if field not in ("rope_type", "type", "rope_theta")}
+    for field, value in given.items():
+        if field not in (*known, *MAY_HAVE[kind]) and (field not in NEUTRAL or value != NEUTRAL[field]):
+            raise UserError(f"{file}: {name}={rope!r} is not implemented ({field} with rope_type {kind!r})")
+    missing = [field for field in known if given.get(field) is None]
+    if missing:
+        raise UserError(f"{file}: {name}={rope!r} lacks {', '.join(missing)}")
+    if kind == "default":
+        return None
+    context = {"original_max_position_embeddings": raw.get("max_position_embeddings")} | given
+    fields: dict[str, Any] = {
+        field: real(given, field, 0.0, file)
+        for field in (*known, *MAY_HAVE[kind])
+        if given.get(field) is not None and field != "original_max_position_embeddings"
+    }
+    if "original_max_position_embeddings" in MAY_HAVE[kind]:
+        fields["original_max_position_embeddings"] = whole(context, "original_max_position_embeddings", file)
+    try:
+        return RopeScaling(kind, **fields)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _theta(raw: Mapping[str, Any], file: Path) -> float:
+    places = {"rope_theta": raw} | {f"{name}.rope_theta": raw.get(name) or {} for name in OBJECTS}
+    stored = {
+        name: real(fields, "rope_theta", DEFAULT_THETA, file)
+        for name, fields in places.items()
+        if "rope_theta" in fields
+    }
+    if len(set(stored.values())) > 1:
+        differing = " and ".join(f"{name}={theta}" for name, theta in stored.items())
+        raise UserError(f"{file}: {differing} differ; keep one")
+    return next(iter(stored.values()), DEFAULT_THETA)
