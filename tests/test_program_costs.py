@@ -12,6 +12,7 @@ from tests.tiny_training import MODEL, SETTINGS, packed_batch
 from wedlm_jax.model.parameters import init_params, transformer_from
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import attend_ranges
+from wedlm_jax.ops.tiles import by_tiles
 from wedlm_jax.program_costs import (
     GATHERING,
     Collective,
@@ -159,6 +160,16 @@ def test_flops_count_every_run_of_a_loop_and_what_is_recomputed():
     w, x = jnp.ones((5, 8, 8)), jnp.ones((4, 8))
     assert matmul_flops(jax.make_jaxpr(loss)(w, x).jaxpr) == 5 * product
     assert matmul_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(w, x).jaxpr) == 5 * 4 * product
+
+
+def test_flops_of_what_nobody_reads_do_not_count():
+    def frozen(w, x):
+        return jax.grad(lambda w, x: jnp.sum(by_tiles(lambda x: jnp.sin(x @ w), 4, x)), argnums=1)(w, x)
+
+    product = 2 * 8 * 16 * 16
+    w, x = jnp.ones((16, 16)), jnp.ones((1, 8, 16))
+    # Again what was computed, and the gradient of x; not that of w.
+    assert matmul_flops(jax.make_jaxpr(frozen)(w, x).jaxpr) == 2 * product
 
 
 def test_flops_of_a_condition_are_those_of_its_costlier_branch():

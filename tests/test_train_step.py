@@ -386,3 +386,10 @@ def test_what_does_not_run_is_not_computed(monkeypatch):
     assert products(SKIPPING) == pytest.approx(whole, rel=0.01)  # of the branches the largest counts
     monkeypatch.setattr(train_step, "capacities", lambda blocks: (blocks // 4,))
     assert products(SKIPPING) == pytest.approx(0.625 * whole, rel=0.05)
+
+
+def test_settings_that_no_step_can_have_are_refused():
+    with pytest.raises(ValueError, match="skip_unread is for the dual stream"):
+        dataclasses.replace(with_objective(streams="single"), skip_unread=True)
+    with pytest.raises(ValueError, match="mask_token_id=None is for an adapter with rows=mask"):
+        dataclasses.replace(SETTINGS, mask_token_id=None)

@@ -149,13 +149,12 @@ class Experiment:
             model=model, objective=self.objective, optimizer=self.optimizer, mask_token_id=mask_token_id,
             total_steps=config.steps, seed=config.seed, micro_batches=config.micro_batches,
         )  # fmt: skip
-        of_blocks = self.objective.streams == "dual" and not settings.only_mask_rows
-        if config.skip_unread is not None and not of_blocks:
+        if config.skip_unread is not None and not settings.runs_by_blocks:
             raise UserError(
                 f"train.skip_unread={config.skip_unread} is neither for an adapter with rows=mask, which skips always, nor for "
                 "objective.streams=single, where a document is one block; leave it out"
             )
-        unasked = of_blocks and self.data.has_prompts and self.data.row_length >= LEAST_LENGTH
+        unasked = settings.runs_by_blocks and self.data.has_prompts and self.data.row_length >= LEAST_LENGTH
         return dataclasses.replace(settings, skip_unread=unasked if config.skip_unread is None else config.skip_unread)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.interpreters import partial_eval
 
 # A gathering all-reduce is a gather that XLA compiles as a sum: each device has zeros but for its own part.
 GATHERING = "gathering all-reduce"
@@ -34,14 +35,19 @@ _KERNEL_RUNS = re.compile(r"kernel_runs_(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
-def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
-    """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs.
+def matmul_flops(jaxpr: core.Jaxpr) -> int:
+    """FLOPs of all matrix products of a traced program, 2 for each multiply-add; a scan's body as often as it runs. What nobody
+    reads does not count, as XLA drops it: the gradients of a frozen MLP in tiles.
 
     What each device of a mesh does for itself (`jax.shard_map`) counts for all of them. The body of a Pallas kernel, or of a
-    loop whose trip count is data, counts as often as `kernel_runs` around it says (here `runs`), or else once for each step
+    loop whose trip count is data, counts as often as `kernel_runs` around it says, or else once for each step
     of the kernel's grid, and a loop once. Of the branches of a condition the costliest counts: where a program skips work,
     what it does at most.
     """
+    return _flops(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0], None)
+
+
+def _flops(jaxpr: core.Jaxpr, runs: int | None) -> int:
     total = 0
     for equation in jaxpr.eqns:
         declared = _KERNEL_RUNS.search(str(equation.source_info.name_stack))
@@ -60,7 +66,7 @@ def matmul_flops(jaxpr: core.Jaxpr, runs: int | None = None) -> int:
         elif equation.primitive.name == "while":
             times = 1 if inside is None else inside
         of_all = max if equation.primitive.name == "cond" else sum
-        total += times * of_all([matmul_flops(inner, inside) for inner in _inner(equation.params)] or [0])
+        total += times * of_all([_flops(inner, inside) for inner in _inner(equation.params)] or [0])
     return total
 
 
@@ -83,7 +89,7 @@ class Collective(NamedTuple):
 
     kind: str  # of COLLECTIVES
     shape: tuple[int, ...]  # of the largest array in its result, on one device
-    nbytes: int  # of that array
+    nbytes: int  # of all arrays in its result
     times: int  # that it runs
     group: int  # devices that take part in one
 
@@ -104,8 +110,8 @@ class Collective(NamedTuple):
 
 def runs_by_computation(text: str) -> dict[str, tuple[list[str], int]]:
     """The computations of a compiled program (`compiled.as_text()`) by name: their lines, and how often each runs. A loop runs as
-    often as the compiler or `kernel_runs` says, or once; of a conditional's branches the first, in a training
-    step the one of the most rows."""
+    often as the compiler or `kernel_runs` says, else as the bound in its condition, or once; of a conditional's branches the
+    first, in a training step the one of the most rows."""
     lines: dict[str, list[str]] = {}
     entry = name = ""
     for line in text.splitlines():

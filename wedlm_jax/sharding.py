@@ -239,14 +239,22 @@ def over_mesh(
 
     Args:
       function: of one device; what it does needs nothing of the other devices.
-      in_axes, out_axes: the names of the axes of its arguments and of its results. A name stands for one size everywhere.
+      in_axes, out_axes: the names of the axes of its arguments and of its results. A name that the mesh cuts stands
+        for one size everywhere.
+
+    Raises:
+      ValueError: for two.
     """
     mesh = mesh_in_force()
     if mesh is None:
         return function(*arrays)
-    sizes = {
-        name: size for names, x in zip(in_axes, arrays, strict=True) for name, size in zip(names, x.shape, strict=True)
-    }
+    sizes: dict[str | None, int] = {}
+    for names, x in zip(in_axes, arrays, strict=True):
+        for name, size in zip(names, x.shape, strict=True):
+            if sizes.setdefault(name, size) != size and axes_over(name or "", size) + axes_over(
+                name or "", sizes[name]
+            ):
+                raise ValueError(f"{name} has two sizes, {sizes[name]} and {size}, and the mesh cuts it")
     in_specs = tuple(_spec(mesh.shape, names, x.shape) for names, x in zip(in_axes, arrays, strict=True))
     out_specs = tuple(_spec(mesh.shape, names, [sizes[name] for name in names]) for names in out_axes)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)

@@ -62,12 +62,21 @@ class StepSettings:
                 f"model.param_dtype={self.model.param_dtype} is for the base of an adapter, which stays as it is; most updates "
                 "of a model that is trained itself would round to nothing: leave it out (model.dtype is what it computes in)"
             )
+        if self.skip_unread and not self.runs_by_blocks:
+            raise ValueError("skip_unread is for the dual stream of a model of which all rows are trained")
+        if self.mask_token_id is None and self.model.needs_mask_token:
+            raise ValueError("mask_token_id=None is for an adapter with rows=mask")
         if self.only_mask_rows and self.model.position_embedding_type != "rope":
             raise UserError("model.adapter with rows=mask is not implemented for learned absolute positions")
 
     @property
     def only_mask_rows(self) -> bool:
         return self.model.adapter is not None and self.model.adapter.rows == "mask"
+
+    @property
+    def runs_by_blocks(self) -> bool:
+        """Whether there are blocks that need not run."""
+        return self.objective.streams == "dual" and not self.only_mask_rows
 
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
@@ -180,13 +189,13 @@ def mask_rows_alone(
 
 
 def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
-    """The cross-entropies [B, 2L] of the masked rows, summed by the mask ratio of their block."""
+    """The cross-entropies [B, L + P] of the masked rows, summed by the mask ratio of their block."""
     losses = token_losses[:, streams.segment_ids.shape[1] :]
     return {name: jnp.sum(jnp.where(masked, losses, 0.0)) for name, masked in masked_by_ratio(streams).items()}
 
 
 def masked_by_ratio(streams: DualStreamBatch) -> dict[str, jax.Array]:
-    """The masked rows of the prediction stream, bool [B, L], whose block has gamma in each quarter of (0, 1]."""
+    """The masked rows of the prediction stream, bool [B, P], whose block has gamma in each quarter of (0, 1]."""
     masked = streams.masked[:, streams.segment_ids.shape[1] :]
     quarter = jnp.clip(jnp.ceil(4 * streams.mask_ratio).astype(jnp.int32) - 1, 0, 3)
     return {name: masked & (quarter == number) for number, name in enumerate(LOSS_BY_RATIO)}
@@ -314,7 +323,8 @@ def row_metrics(
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
-      runs: how often each token runs through the layers, int [] or [B, L]; each time it sees what is before it in its document.
+      runs: how often each token runs through the layers, int [] or [B, L]; each time it is counted as seeing what is before it in
+        its document, not what a bidirectional block sees behind it.
       loss_rows: rows whose logits a loss reads.
       of_masks: as `pairs_of_masks`, where an adapter of mask rows is trained, which makes gradients of these alone.
     """

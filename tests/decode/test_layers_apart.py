@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -43,6 +44,15 @@ def test_every_decoder_says_the_same(loop, both):
     apart, in_stack = both
     config = config_of(loop)
     assert generate(apart, PROMPTS, config) == generate(in_stack, PROMPTS, config)
+
+
+def test_positions_below_zero_turn_as_any_others():
+    """Attention reads differences of positions alone."""
+    in_stack = tiny_model()
+    apart, tokens = rooms.with_layers_apart(in_stack.transformer), jnp.array([[1, 2, 3, 4]])
+    hidden, shifted = (apart.hidden(tokens, positions=jnp.arange(4)[None] - shift) for shift in (0, 3))
+    np.testing.assert_allclose(shifted, hidden, atol=1e-4)
+    np.testing.assert_allclose(hidden, in_stack.transformer.hidden(tokens, positions=jnp.arange(4)[None]), atol=1e-4)
 
 
 def test_the_engine_says_the_same_and_reuses_prefixes(both):

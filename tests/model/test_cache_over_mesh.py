@@ -48,6 +48,18 @@ def arguments(mesh):
     return jax.device_put(given, shardings), jax.device_put(tokens, rows), jax.device_put(LENGTH, rows)
 
 
+def test_a_cache_of_more_rows_than_are_fed_is_refused_where_rows_are_cut():
+    mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+
+    def two_of_four(params, tokens):
+        with on_mesh(mesh):
+            pattern, cache = CachedWindow(jnp.zeros(2, jnp.int32)), KVCache.zeros(TINY, 4, SLOTS)
+            return transformer_from(TINY, params)(tokens, positions=tokens, pattern=pattern, cache=cache)
+
+    with pytest.raises(ValueError, match="batch has two sizes, 2 and 4, and the mesh cuts it"):
+        jax.eval_shape(two_of_four, params(TINY), jnp.zeros((2, 3), jnp.int32))
+
+
 @pytest.mark.parametrize(("config", "held"), MESHES.values(), ids=MESHES)
 def test_eight_devices_decode_what_one_decodes(config, held):
     one, eight = make_mesh(MeshConfig(), jax.devices()[:1]), make_mesh(config)

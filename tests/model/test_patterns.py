@@ -118,6 +118,13 @@ def test_causal_with_segments_is_dense_masked_attention_with_gradients(rows):
         np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
+def test_blocks_that_do_not_fill_a_row_are_refused():
+    """Two rows of six tokens are as long as three blocks of four."""
+    x = jnp.ones((2, 12, 2, 4))
+    with pytest.raises(AssertionError, match="6 is not divisible by 4"):
+        DualStream(jnp.ones((2, 6), jnp.int32), 4)(x, x, x, "xla")
+
+
 def test_causal_without_segments_is_one_document():
     q, k, v, _ = random_heads(ROWS, L, 2)
     ones = jnp.ones((ROWS, L), jnp.int32)

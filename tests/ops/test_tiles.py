@@ -37,6 +37,14 @@ def test_values_and_gradients_are_those_of_all_at_once(length, tile, with_rows):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
+def test_what_fills_the_last_tile_makes_no_nan():
+    """Rows of zeros would, by a norm without an epsilon."""
+    norm = lambda x: x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True))  # noqa: E731
+    x = jnp.asarray(RNG.normal(size=(1, 5, D)), jnp.float32)
+    found, expected = (jax.grad(lambda x: jnp.sum(by_tiles(norm, tile, x) ** 3))(x) for tile in (2, None))  # noqa: B023
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_no_tile_is_longer_than_asked_and_they_are_even():
     seen = []
 

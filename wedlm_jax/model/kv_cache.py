@@ -35,7 +35,7 @@ class KVCache:
 
     def write(self, layer: jax.Array | int, start: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> KVCache:
         """Writes T slots of one layer at each row's own `start` [B]; slots past the end are dropped, never clamped. Rows of the
-        cache behind the first B stay as they are.
+        cache behind the first B stay as they are; over a mesh that cuts rows there are none.
 
         Only this slab is touched, so that XLA updates the cache in place instead of copying it.
         """

@@ -100,6 +100,7 @@ class DualStream:
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, implementation: Implementation = "auto") -> jax.Array:
         length = self.segment_ids.shape[1]
+        chex.assert_is_divisible(length, self.block_size)
         chex.assert_axis_dimension(q, 1, length + self.of_prediction(self.segment_ids).shape[1])
         mask = splash.TwoStreamMask(length, self.block_size, self.in_block == "bidirectional")
         return _attend(self, mask, implementation, q, k, v)

@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         # XLA on CPU would compute the cosines anew for every head of every layer in the loop that reads them. It merges nothing
         # across a conditional, and cannot know that this one always holds.
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(angles))
-        return jax.lax.cond(positions[0, 0] >= 0, angles, lambda: nothing)
+        return jax.lax.cond(positions[0, 0] > jnp.iinfo(positions.dtype).min, angles, lambda: nothing)
 
     def split_stack(self) -> tuple[nnx.GraphDef[Layer], nnx.State]:
         """What a layer is, and the parameters of all of them, for a scan."""

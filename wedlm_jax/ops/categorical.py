@@ -41,7 +41,7 @@ def log_prob(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def entropy(logits: jax.Array) -> jax.Array:
-    """Entropy [...] of softmax(logits) in nats."""
+    """Entropy [...] of softmax(logits) in nats; the logits are finite."""
     relative, weights = _weights(logits)
     total = _total(weights)
     return jnp.log(total) - jnp.vecdot(weights, relative, precision="highest") / total

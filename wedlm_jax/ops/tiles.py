@@ -32,7 +32,7 @@ def by_tiles(function: Callable[..., jax.Array], tile: int | None, x_BLD: jax.Ar
     tile = -(-L // tiles)  # as even as they can be
 
     def cut(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, tiles * tile - L), *[(0, 0)] * (x.ndim - 2)))
+        padded = jnp.pad(x, ((0, 0), (0, tiles * tile - L), *[(0, 0)] * (x.ndim - 2)), mode="edge")
         return jnp.swapaxes(padded.reshape(B, tiles, tile, *x.shape[2:]), 0, 1)
 
     cuts = cut(x_BLD), tuple(cut(x) for x in rows)

@@ -28,7 +28,7 @@ from wedlm_jax.ops.attention import splash_backward, splash_forward
 from wedlm_jax.ops.attention.choice import Shaped
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash_kept import KeptMask, steps_of
-from wedlm_jax.ops.attention.splash_tiles import Steps, extents, meeting
+from wedlm_jax.ops.attention.splash_tiles import Steps, block_start, extents, meeting
 from wedlm_jax.program_costs import kernel_runs
 
 TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
@@ -73,8 +73,7 @@ class TwoStreamMask:
         # Few operations on integers, as they are done for every entry of every tile: one comparison with the end of what
         # is seen, one with each end of the gap [block, length + block) that a query of the second stream does not see.
         offset = query - self.length
-        power_of_two = self.block_size & (self.block_size - 1) == 0
-        block = offset & -self.block_size if power_of_two else offset - offset % self.block_size
+        block = block_start(offset, self.block_size)
         outside_gap = (key < block) | (key >= block + self.length)
         if not self.bidirectional:
             return (key <= query) & ((offset < 0) | outside_gap)
@@ -129,14 +128,14 @@ def splash_attention(
     def attend_row(row: tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]) -> jax.Array:
         q_NTH, k_KTH, v_KTH = (x.transpose(1, 0, 2) for x in row[:3])
         q_NTH = q_NTH * q_NTH.shape[-1] ** -0.5
-        if own_kernels:
-            out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, *row[3:])
-        else:
-            out_NTH = _run(_kernel(mask, heads, interpret), q_NTH, k_KTH, v_KTH, row[3])
+        with kernel_runs(heads * tiles):
+            if own_kernels:
+                out_NTH = _attend(mask, interpret, q_NTH, k_KTH, v_KTH, *row[3:])
+            else:
+                out_NTH = _run(_kernel(mask, heads, interpret), q_NTH, k_KTH, v_KTH, row[3])
         return out_NTH.transpose(1, 0, 2)
 
-    with kernel_runs(heads * tiles):
-        return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach_BT))
+    return jax.lax.map(attend_row, (q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, reach_BT))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from wedlm_jax.ops.attention.splash_tiles import Steps, meeting
+from wedlm_jax.ops.attention.splash_tiles import Steps, block_start, meeting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,7 @@ class KeptMask:
 
     def __call__(self, query: Any, key: Any, reach: Any) -> Any:
         offset = query - self.length
-        power_of_two = self.block_size & (self.block_size - 1) == 0
-        block = offset & -self.block_size if power_of_two else offset - offset % self.block_size
+        block = block_start(offset, self.block_size)
         own = key >= block + self.length
         if self.bidirectional:
             own &= (offset >= 0) & (key < block + (self.length + self.block_size))

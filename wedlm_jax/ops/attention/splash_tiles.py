@@ -14,6 +14,11 @@ LANES_BY_LANES = (((1,), (1,)), ((), ()))  # a @ b.T
 LANES = 128  # numbers that a core's vector unit computes with at once, side by side in memory
 
 
+def block_start(place: Any, block_size: int) -> Any:
+    """The first place of the block that `place` is in, without a division where the size is a power of two."""
+    return place & -block_size if block_size & (block_size - 1) == 0 else place - place % block_size
+
+
 class Steps(NamedTuple):
     """Which pairs of tiles the kernels visit: the first `visited` of `pairs`, all those of a tile of queries in a row."""
 
