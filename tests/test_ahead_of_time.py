@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import re
 import sys
 
@@ -15,7 +16,7 @@ from tests.conftest import FULL
 from tests.hf.conftest import ORACLE
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
-from wedlm_jax import absent_devices, ahead_of_time
+from wedlm_jax import absent_devices, ahead_of_time, train_step
 from wedlm_jax.absent_devices import CHIPS, canonical, chip_of, devices
 from wedlm_jax.ahead_of_time import StepReport, compile_only, trace_step
 from wedlm_jax.errors import UserError
@@ -218,7 +219,10 @@ def test_a_tiny_step_compiles_for_gpus_of_one_machine_and_of_two():
 
 @NEEDS_GPU_COMPILER
 @pytest.mark.parametrize("name", ["qwen3_8b_sft", *(["qwen3_8b_cpt"] if FULL else [])])
-def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits_or_a_copy_of_the_heads_gradient(name):
+def test_a_step_compiles_for_gpus_without_a_mask_or_all_logits_or_a_copy_of_the_heads_gradient(monkeypatch, name):
+    """Of SFT's four programs that for all blocks, with --full all four."""
+    quarters = (4, 3, 2, 1) if FULL else (4,)
+    monkeypatch.setattr(train_step, "capacities", lambda blocks: tuple(n * blocks // 4 for n in quarters))
     text = compiled_text(name, "h100:8")
     shapes = shapes_in(text)
     assert any(2 * L in shape for shape in shapes) and any(V // 2 in shape for shape in shapes), "the search can find"
@@ -240,17 +244,41 @@ def test_the_benchmark_of_a_step_for_gpus_shows_what_layers_apart_save(monkeypat
     assert all(scanned > apart > 0 for scanned, apart in zip(kernels[:3], kernels[3:], strict=True))
 
 
+TINY = override(
+    EXPERIMENT,
+    "data.source=text",
+    "data.path=corpus",
+    "train.batch_size=8",
+    "model.num_layers=3",
+    "mesh.data=1",
+    "mesh.fsdp=8",
+)
+SMALL_CPT = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")
+
+
 @NEEDS_LIBTPU
-def test_on_the_mesh_of_qwen3_8b_cpt_nothing_is_gathered_but_one_layer_at_a_time_and_the_two_ends():
-    """A small variant on v5p:4x4x4: never all layers of a parameter together, tiles of the output layer, no logits."""
-    small = ("train.batch_size=128", "train.micro_batches=2", "model.num_layers=4", "model.hidden_size=1024")
-    experiment = load_experiment("qwen3_8b_cpt", [*small, "model.intermediate_size=3072"])
-    mesh = make_mesh(experiment.mesh, devices("v5p:4x4x4"))
+@pytest.mark.parametrize(
+    ("experiment", "topology"),
+    [
+        (lambda: TINY, "v5e:2x4"),
+        pytest.param(
+            lambda: load_experiment("qwen3_8b_cpt", [*SMALL_CPT, "model.intermediate_size=3072"]),
+            "v5p:4x4x4",
+            marks=pytest.mark.skipif(not FULL, reason="compiles for a minute: launch/test.sh --full"),
+        ),
+    ],
+    ids=["tiny", "qwen3_8b_cpt"],
+)
+def test_over_fsdp_nothing_is_gathered_but_one_layer_at_a_time_and_the_two_ends(experiment, topology):
+    """Never all layers of a parameter together; tiles of the output layer, no logits."""
+    experiment = experiment()
+    mesh = make_mesh(experiment.mesh, devices(topology))
     text = ahead_of_time.trace_step(experiment, mesh).lower().compile().as_text()
     params = jax.eval_shape(lambda: init_params(experiment.model, 0))
     one_at_a_time = {x.shape[1:] if name.startswith("layers.") else x.shape for name, x in params.items()}
-    one_at_a_time |= {(cross_entropy._width(params["embed.embedding"], cross_entropy.TILE), 1024)}
+    embedding = params["embed.embedding"]
+    tile = cross_entropy._width(embedding, cross_entropy.TILE) * embedding.shape[1]
     gathered = [one for one in collectives(text) if one.kind in ("all-gather", GATHERING)]
     assert gathered
     for one in gathered:
-        assert tuple(n for n in one.shape if n != 1) in one_at_a_time, one
+        assert tuple(n for n in one.shape if n != 1) in one_at_a_time or math.prod(one.shape) == tile, one
