@@ -258,6 +258,7 @@ def test_every_number_of_the_loop_has_a_least_value(field):
         (dict(best_metric="validation_ar_loss"), "train.eval_every=0 steps; set that to a divisor of"),
         (dict(best_metric="validation_ar_loss", eval_every=3, checkpoint_every=10), "of train.checkpoint_every=10"),
         (dict(profile_steps=(0,)), "train.profile_steps=0 is not a step"),
+        (dict(wandb=" "), "train.wandb is empty; name a project, or set train.wandb=None"),
         (
             dict(profile_steps=(5, 11), steps=10),
             "train.profile_steps=11 is not a step; choose from 1 to train.steps=10",

@@ -55,6 +55,8 @@ class TrainConfig:
                 f"train.best_metric={self.best_metric} is measured every train.eval_every={self.eval_every} steps; set that to a "
                 f"divisor of train.checkpoint_every={self.checkpoint_every}"
             )
+        if self.wandb is not None and not self.wandb.strip():
+            raise UserError("train.wandb is empty; name a project, or set train.wandb=None")
         for step in self.profile_steps:
             if not 1 <= step <= self.steps:
                 raise UserError(f"train.profile_steps={step} is not a step; choose from 1 to train.steps={self.steps}")
