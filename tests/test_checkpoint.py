@@ -194,6 +194,28 @@ def test_reads_that_failed_behind_the_first_one_print_nothing(saved, monkeypatch
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
+LOAD_ALONE = """
+import sys
+from wedlm_jax.checkpoint import load_params
+from wedlm_jax.errors import UserError
+try:
+    load_params(sys.argv[1])
+except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+"""
+
+
+def test_of_a_damaged_checkpoint_one_line_is_told_with_the_one_before_it(saved, tmp_path):
+    """In a process of its own: threads that read on find the event loop closed, and would tell so on its stderr."""
+    workdir = copy_of(saved, tmp_path)
+    shutil.rmtree(workdir / "checkpoints" / "3" / "params" / "d")
+    told = subprocess.run(
+        [sys.executable, "-c", LOAD_ALONE, workdir], capture_output=True, text=True, timeout=100, check=True
+    ).stderr
+    assert told.count("\n") == 1, told
+    assert "checkpoints/3: the checkpoint cannot be read" in told and f"take {workdir}@2, or go on with its" in told
+
+
 @damaged
 def test_where_no_checkpoint_can_be_read_nothing_starts_anew(saved, tmp_path):
     workdir = copy_of(saved, tmp_path)

@@ -18,7 +18,7 @@ FLOORS = (
     {"errors", "host_memory", "version"},
     {"config_tree", "flags", "lifeline", "program_costs", "results"},
     {"distributed"},
-    {"kept_checkpoints", "ops", "preemption", "sole_writer"},
+    {"damaged_checkpoint", "kept_checkpoints", "ops", "preemption", "sole_writer"},
     {"sharding"},
     {"model", "diffusion", "data"},
     {"objective"},

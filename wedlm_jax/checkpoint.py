@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import functools
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -28,8 +27,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
+from wedlm_jax.damaged_checkpoint import read_or_say_why, unreadable
 from wedlm_jax.distributed import any_process, is_main
-from wedlm_jax.errors import UserError, out_of_memory, reason, room_for
+from wedlm_jax.errors import UserError, reason, room_for
 from wedlm_jax.kept_checkpoints import BEST_METRIC, Kept, best_of, metrics_of
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
@@ -134,19 +134,13 @@ class Checkpoints:
         failures: list[UserError] = []
         told: list[UserError] = []  # of them, by this process: only the one that could not read its part knows why
         for step in steps:
-            failure = _damaged(self._folder / str(step), "in another process, see its output")
-            try:
-                restored = self._read(step, abstract)
-            except Exception as error:  # orbax and tensorstore raise many types for files that are not there or cut off
-                restored, failure = None, _damaged(self._folder / str(step), error)
-            if restored is None:
-                _forget_other_reads()
-            if any_process(restored is None):  # then nobody goes on from here
-                failures.append(failure)
-                if restored is None or is_main():
-                    told.append(failure)
+            folder = self._folder / str(step)
+            restored, failure = read_or_say_why(folder, functools.partial(self._read, step, abstract))
+            if any_process(failure is not None):  # then nobody goes on from here
+                failures.append(failure or unreadable(folder, "in another process, see its output"))
+                if failure is not None or is_main():
+                    told.append(failures[-1])
                 continue
-            assert restored is not None
             self._unreadable.update(newer for newer in steps if newer > step)
             for failed in told:
                 print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
@@ -262,12 +256,13 @@ def load_params(
     abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in shapes.items()}
     folder = workdir.absolute() / _FOLDER
     options = ocp.CheckpointManagerOptions(read_only=True)
+    args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))
     with _Manager(folder, options=options, item_names=_ITEMS) as manager:
-        try:
-            restored = manager.restore(step, args=ocp.args.Composite(params=ocp.args.StandardRestore(abstract)))
-        except Exception as error:  # of many types, as in `Checkpoints.restore`
-            damaged = _damaged(folder / str(step), error)
-            raise UserError(f"{damaged}; go on with its python -m wedlm_jax.train, which mends it") from error
+        restored, failure = read_or_say_why(folder / str(step), functools.partial(manager.restore, step, args=args))
+    if failure is not None:
+        others = [f"{workdir}@{other}" for other in saved_steps(workdir) if other != step]
+        earlier = f"take {others[-1]}, or " if others else ""
+        raise UserError(f"{failure}; {earlier}go on with its python -m wedlm_jax.train, which mends it")
     return config, restored["params"]
 
 
@@ -309,39 +304,3 @@ def saved_steps(workdir: str | Path) -> list[int]:
 
 def _training(state: TrainState) -> dict[str, Any]:
     return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("params", "frozen")}
-
-
-def _forget_other_reads() -> None:
-    """Drops the reads that failed behind the first one: asyncio would print a traceback of each, whenever it finds it unused."""
-    asyncio, hook = logging.getLogger("asyncio"), sys.unraisablehook
-    asyncio.disabled, sys.unraisablehook = True, lambda unraisable: None
-    gc.collect()
-    asyncio.disabled, sys.unraisablehook = False, hook
-
-
-def _damaged(path: Path, error: Exception | str) -> UserError:
-    if isinstance(error, jax.errors.JaxRuntimeError) and out_of_memory(error):
-        raise error  # the files are whole
-    if isinstance(error, Exception):
-        _require_permission(path)
-    # Not its `reason`, but all that it says: of a checkpoint's many files it may name the one.
-    why = error if isinstance(error, str) else f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return UserError(f"{path}: the checkpoint cannot be read ({why})")
-
-
-def _require_permission(path: Path) -> None:
-    """Raises a `UserError` where a file of a checkpoint may not be read: it is another user's, as of a container run as root,
-    and no training mends it. Orbax says of some of them that they are not there."""
-
-    def refuse(error: OSError) -> None:
-        if isinstance(error, PermissionError):
-            raise UserError(
-                f"{error.filename}: permission denied; allow reading it, and all of {path.parent}"
-            ) from None
-
-    for folder, _, files in os.walk(path, onerror=refuse):
-        for file in files:
-            try:
-                open(os.path.join(folder, file), "rb").close()
-            except OSError as error:
-                refuse(error)
