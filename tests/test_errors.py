@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 
@@ -29,6 +30,26 @@ def test_an_error_of_many_lines_is_told_on_one(fails, tmp_path, monkeypatch):
         fails(tmp_path)
     message = str(caught.value)
     assert "\n" not in message and "internal: disk gone at frame" in message and len(message) < 500
+
+
+def told_by(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_ctrl_c_before_a_command_begins_is_one_word():
+    told = told_by("from wedlm_jax.errors import say_interrupted\nsay_interrupted()\nraise KeyboardInterrupt")
+    assert (told.returncode, told.stderr) == (-signal.SIGINT, "interrupted\n")
+    other = told_by("from wedlm_jax.errors import say_interrupted\nsay_interrupted()\nraise SyntaxError('no')")
+    assert "Traceback" in other.stderr and other.returncode == 1
+
+
+def test_a_warning_to_users_is_one_line_of_a_command():
+    told = told_by(
+        "import warnings\nfrom wedlm_jax.errors import entry\n@entry\ndef main():\n"
+        "    warnings.warn('not used')\n    warnings.warn('old', FutureWarning)\nmain()"
+    )
+    first, *others = told.stderr.splitlines()
+    assert first == "warning: not used" and "FutureWarning: old" in others[0]
 
 
 def test_what_stdout_has_no_letters_for_is_printed_as_escapes():

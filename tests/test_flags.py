@@ -42,7 +42,7 @@ class Flags:
     ("args", "message"),
     [
         (["--number", "many"], "Error parsing --number: invalid literal for int() with base 10: 'many'"),
-        (["--number", "1", "--nmae", "y"], "Unrecognized options: --nmae, y"),
+        (["--number", "1", "--nmae", "y"], "Unrecognized options: --nmae, y; did you mean --name?"),
         (["--number"], "Missing value for argument '--number'. Expected 1 values"),
         ([], "Missing from command: --number INT a number (required)"),
         (["--number", "10"], "--number 10: must be at most 9"),

@@ -116,13 +116,34 @@ def test_prompts_of_a_file_give_what_generate_returns_in_their_order(
     config = DecodeConfig(decoder, window_size=4, max_new_tokens=9, temperature=0.7, seed=3, stop=("e",))
     expected = generate(load(directory), prompts, config)
     assert len({len(c.ids) for c in expected}) > 1  # some end before others
-    assert read(target) == [command.as_line(c) for c in expected]
+    assert read(target) == [command.as_line(c, {}) for c in expected]
     assert calls == calls_made
     tokens, forwards = (sum(getattr(c.stats, name) for c in expected) for name in ("generated_tokens", "forwards"))
     said = (
         f"wrote {target}: 7 completions; 7 decoded now: {tokens} tokens, {tokens / forwards:.2f} per forward, p_cache "
     )
     assert said in capsys.readouterr().err
+
+
+def test_an_id_comes_back_and_completions_of_one_prompt_are_numbered(call, tmp_path, capsys):
+    prompts = [{"id": "a/1", "prompt": "Q: Count"}, {"prompt_ids": [5, 6]}, {"id": 3, "prompt": "Q:", "answer": 1}]
+    source, target = write(tmp_path / "in.jsonl", *prompts), tmp_path / "out.jsonl"
+    flags = "--input", source, "--max-new-tokens", 2, "--window-size", 4, "--n", 2
+    call(*flags, "--output", target)
+    found = [(line.get("id"), line["completion"]) for line in read(target)]
+    assert found == [("a/1", 0), ("a/1", 1), (None, 0), (None, 1), (3, 0), (3, 1)]
+    capsys.readouterr()
+    call(*flags)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == read(target)
+
+
+def test_details_that_a_decoder_does_not_have_are_told(call, tmp_path, capsys):
+    source = write(tmp_path / "in.jsonl", {"prompt": "Q:"})
+    call("--input", source, "--max-new-tokens", 2, "--window-size", 4, "--decoder", "streaming", "--details")
+    assert (
+        "note: --details: this decoder does not read the AR chain, as ar, verified and lookup do"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.fixture
@@ -304,7 +325,7 @@ def test_a_trace_beside_it_loses_nothing_that_is_done_either(cut_short, tmp_path
 def test_lines_of_a_pipe_are_json_whatever_the_encoding_of_the_locale(encoding):
     pipe, text = io.BytesIO(), "\xe9 \u4e16 \U0001f600"
     stdout = io.TextIOWrapper(pipe, encoding, errors="backslashreplace")  # as `entry` sets it up
-    command.print_line(Completion([3], "stop", Stats(1, 1, 1), text), False, stdout)
+    command.print_line(Completion([3], "stop", Stats(1, 1, 1), text), {}, False, stdout)
     assert json.loads(pipe.getvalue().decode())["text"] == text
     assert (text in pipe.getvalue().decode()) == (encoding == "utf-8")
 

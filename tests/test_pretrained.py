@@ -236,6 +236,13 @@ def test_a_step_that_is_not_there_is_named(workdir, monkeypatch):
             load(path)
 
 
+@pytest.mark.parametrize("path", ["run/checkpoints/2", "run/checkpoints/2/", "run@latest", "run/checkpoints/9"])
+def test_another_way_to_name_a_checkpoint_is_told_how_they_are_named(workdir, monkeypatch, path):
+    monkeypatch.chdir(workdir[0].parent)
+    with pytest.raises(UserError, match="names no checkpoint; those of run are run@1, run@2, and run is the newest"):
+        load(path)
+
+
 def test_a_workdir_is_rounded_on_the_host(workdir, monkeypatch):
     """Where else is a matter of the default device, of which this machine has several of one kind."""
     host = jax.devices()[3]

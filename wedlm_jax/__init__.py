@@ -3,10 +3,13 @@
 import os
 import sys
 
+from wedlm_jax.errors import say_interrupted
 from wedlm_jax.host_memory import use_huge_pages
 
+# `python -m wedlm_jax.train` and the like, while Python looks for the module: nothing has happened yet.
 if sys.argv[:1] == ["-m"]:
-    use_huge_pages()  # `python -m wedlm_jax.train` and the like, while Python looks for the module: nothing has happened yet
+    use_huge_pages()
+    say_interrupted()
 
 # transformers serves tokenizers and chat templates here; that it finds no PyTorch is none of the user's concern.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

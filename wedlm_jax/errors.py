@@ -10,8 +10,11 @@ import os
 import select
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 from wedlm_jax.version import __version__
 
@@ -60,6 +63,24 @@ def room_for(error: BaseException) -> str:
     return "allow writing there" if denied else "make room"
 
 
+def say_interrupted() -> None:
+    """Ctrl-C before a command begins, while it is imported, is one word too: Python ends by the signal, which shells call 130."""
+    hook = sys.excepthook
+
+    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("interrupted", file=sys.stderr)
+        else:
+            hook(kind, error, trace)
+
+    sys.excepthook = say
+
+
+def _as_one_line(otherwise: Callable[..., str], message: Warning | str, category: type[Warning], *where: Any) -> str:
+    """A warning to users without the place in the code that it comes from, as the other lines of a command."""
+    return f"warning: {message}\n" if category is UserWarning else otherwise(message, category, *where)
+
+
 def entry(main: Callable[[], None]) -> Callable[[], None]:
     """Wraps a command: a `UserError`, a file that the system refuses, a full disk, a device with too little memory or a kind of
     device that is not there becomes `error: ...` on stderr and exit status 2, without a traceback, and Ctrl-C one word and 130,
@@ -74,6 +95,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # What the terminal's encoding has no letters for is printed as escapes, as on stderr, and ends no training.
             sys.stdout.reconfigure(errors="backslashreplace")
+        warnings.formatwarning = functools.partial(_as_one_line, warnings.formatwarning)
         try:
             try:
                 main()

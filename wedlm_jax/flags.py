@@ -161,7 +161,11 @@ def _one_line(box: str) -> str:
             break
         said += words
     # The name of a class or section says nothing.
-    return re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(".:")
+    message = re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(".:")
+    meant = (
+        [words[0] for words in lines if words[:1] and words[0].startswith("--")] if "Unrecognized" in message else []
+    )
+    return f"{message}; did you mean {meant[0]}?" if meant else message
 
 
 def spell_none(arguments: Sequence[str]) -> list[str]:

@@ -170,6 +170,7 @@ def locate(path: str | Path) -> Path:
     """The local directory that `path` names; hub ids are fetched. A `UserError` says what would make a missing one."""
     named, path = path, split_step(path)[0]
     directory = Path(path)
+    _refuse_other_ways_to_name_a_step(directory)
     if not directory.exists() and not is_hub_id(path):
         raise UserError(
             f"{path}: no such directory; python -m wedlm_jax.train --exp NAME --workdir {path} makes a workdir, "
@@ -187,6 +188,19 @@ def locate(path: str | Path) -> Path:
             f"python -m wedlm_jax.train --exp NAME --workdir {path} makes one"
         )
     return directory
+
+
+def _refuse_other_ways_to_name_a_step(path: Path) -> None:
+    """Raises a `UserError` for the folder of a checkpoint, and for a word behind the @ of a workdir."""
+    workdir, step = (path.parent.parent, path.name) if path.parent.name == "checkpoints" else (path, "")
+    if not step and not path.exists() and "@" in path.name:
+        name, _, step = path.name.rpartition("@")
+        workdir = path.with_name(name) if name else path
+    if step and is_workdir(workdir):
+        from wedlm_jax.checkpoint import saved_steps
+
+        held = ", ".join(f"{workdir}@{n}" for n in saved_steps(workdir)) or "none yet"
+        raise UserError(f"{path}: names no checkpoint; those of {workdir} are {held}, and {workdir} is the newest")
 
 
 def config_of(path: str | Path) -> ModelConfig:

@@ -53,7 +53,7 @@ BAD_LINES = {
         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "chat.jsonl:3: the key 'content' is there twice",
     ),
     "no object": ("3", "a JSON object is expected, with keys, and this is int"),
-    "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt is there (there are: dialog); name"),
+    "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt with completion is there (there are: dialog)"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
     "a wrong type": ('{"messages": "hi"}', "messages is str, not a list of messages"),
     "one message without its list": (json.dumps({"messages": USER}), "messages is an object, not a list of messages"),
@@ -308,7 +308,7 @@ def test_missing_and_unreadable_places_are_told(tmp_path, monkeypatch):
     ("fields", "message"),
     [
         ({"text_column": "body"}, "a.parquet: no column 'body' (there are: q, a)"),
-        ({}, "a.parquet: none of messages, conversations, text, prompt is there (there are: q, a)"),
+        ({}, "a.parquet: none of messages, conversations, text, prompt with completion is there (there are: q, a)"),
         ({"prompt_column": "q"}, "data.prompt_column and data.completion_column belong together"),
         ({"prompt_column": "q", "completion_column": "b"}, "a.parquet: no column 'b'"),
         ({"text_column": "q", "messages_column": "a"}, "data.text_column and data.messages_column are both set"),

@@ -23,6 +23,11 @@ _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "text": ("text",),
     "table": ("messages", "text", "completion"),
 }
+_FIELDS: Mapping[Kind, str] = {
+    "messages": "data.messages_column",
+    "text": "data.text_column",
+    "completion": "data.prompt_column with data.completion_column",
+}
 # A system prompt, descriptions of functions for the chat template, and its variables.
 _BESIDE_MESSAGES = ("system", "tools", "functions", "chat_template_kwargs")
 
@@ -49,10 +54,10 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
     found = [(kind, columns) for kind, columns in usual if set(columns) <= set(names)]
     if len(found) == 1:
         return found[0]
-    fields = " or ".join(sorted({f"data.{kind.replace('completion', 'prompt')}_column" for kind, _ in usual}))
-    known = ", ".join(columns[0] for _, columns in usual)
+    fields = " or ".join(dict.fromkeys(_FIELDS[kind] for kind, _ in usual))
+    known = ", ".join(" with ".join(columns) for _, columns in usual)
     what = f"{found[0][1][0]} and {found[1][1][0]} are both there" if found else f"none of {known} is there"
-    raise BadRecord(f"{what} (there are: {_listed(names)}); name the one to learn as {fields}")
+    raise BadRecord(f"{what} (there are: {_listed(names)}); name what to learn as {fields}")
 
 
 def read_record(fields: Mapping[str, Any], config: SourceConfig) -> Record:

@@ -114,7 +114,7 @@ def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenize
         console.print(f"padding: {inspection.padding:.1%} of the places of {where}")
         console.print(f"learned: {inspection.learned:.1%} of the tokens")
     console.print(
-        f"documents: {inspection.documents} of {inspection.seen} in the stream; skipped records: {len(inspection.skipped)}"
+        f"documents: {inspection.documents} of {inspection.seen} records read; skipped records: {len(inspection.skipped)}"
     )
     for reason in inspection.skipped[:_REASONS]:
         console.print(f"  {reason}", markup=False, highlight=False)

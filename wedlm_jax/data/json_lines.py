@@ -91,7 +91,9 @@ class JsonLines:
         return read_record(fields, self._config)
 
     def _hint(self) -> str:
-        """For a bad line of a file of other JSON: one array of all records, or objects over several lines."""
+        """For a bad line of a file that is no JSONL: text, one array of all records, or objects over several lines."""
+        if "json" not in self._path.name:
+            return "; plain text is data.source=text"
         first = self.fetch(0)
         return "; JSONL has one object a line, and no array of them" if first[:1] == b"[" or first == b"{" else ""
 

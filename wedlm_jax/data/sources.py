@@ -119,7 +119,9 @@ class TextFile:
 
     def parse(self, index: int, raw: Raw) -> Record:
         if (zero := raw.find(0)) >= 0:  # as in UTF-16, most sections of which would pass for UTF-8
-            raise BadRecord(f"not text (byte {self._start(index) + zero} is 0)")
+            raise BadRecord(
+                f"not text (byte {self._start(index) + zero} is 0; of a folder a pattern takes some, as data.path='DIR/**/*.md')"
+            )
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:

@@ -39,7 +39,7 @@ def _texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
     elif part.source in ("chat", "tokens", "completions"):
         what = "a tokenizer with a chat template" if part.source == "chat" else "the tokenizer that made the tokens"
         raise UserError(
-            f"data.source={part.source} needs {what}; name its folder as tokenizer.path, or a model as init_from"
+            f"data.source={part.source} needs {what}; name its folder as tokenizer.path, or a model as model.path"
         )
     else:
         yield from _training_texts(part, data)
@@ -64,5 +64,5 @@ def _training_texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
         else:
             raise UserError(
                 f"{part.path}: conversations need a tokenizer with a chat template; name its folder as tokenizer.path, "
-                "or a model as init_from"
+                "or a model as model.path"
             )

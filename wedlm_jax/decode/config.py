@@ -208,7 +208,7 @@ def integer(name: str, value: object, bits: int = 32) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise UserError(f"{name}={value!r}: must be an integer")
     if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-        raise UserError(f"{name}={value}: must fit in {bits} bits")
+        raise UserError(f"{name}={value}: must fit in {bits} bits, its sign among them")
     return int(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from wedlm_jax.data.records import BadRecord
 from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
 from wedlm_jax.errors import UserError, reason
 
+BESIDE_PROMPTS = ("answer", "id")
 KINDS = {
     "prompt": "a string",
     "messages": 'a list of {"role": ..., "content": ...}',
@@ -20,15 +22,19 @@ KINDS = {
 
 
 def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
-    """The prompts of a JSONL file that a flag names, each with its name `file:line`. An `answer` beside one, by which others
-    score (`evals/questions.py`), is not read.
+    """The prompts of a JSONL file that a flag names, each with its name `file:line`.
 
     Raises:
       UserError: naming file and line, for a line that is not UTF-8, not JSON, has a key twice or is not one prompt; or for an
         empty file.
     """
-    found = read_objects(path, flag)
-    return [(name, prompt_in({k: v for k, v in record.items() if k != "answer"}, name)) for name, record in found]
+    return prompts_of(read_objects(path, flag))
+
+
+def prompts_of(objects: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, Prompt]]:
+    """The prompts of named objects. An `answer` beside one, by which others score (`evals/questions.py`), and an `id` are not
+    read. Raises as `prompt_in`."""
+    return [(name, prompt_in({k: v for k, v in o.items() if k not in BESIDE_PROMPTS}, name)) for name, o in objects]
 
 
 def read_objects(path: Path, flag: str, example: str = '{"prompt": "Hello"}') -> list[tuple[str, dict[str, Any]]]:
@@ -71,7 +77,9 @@ def prompt_in(record: dict[str, Any], name: str) -> Prompt:
     """
     for key in record:
         if key not in KINDS and not ("messages" in record and key in BESIDE_MESSAGES):
-            raise UserError(f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}")
+            raise UserError(
+                f"{name}: unknown key {key!r}; give one of {', '.join(KINDS)}, and beside it at most id and answer"
+            )
     given = {kind: value for kind, value in record.items() if kind in KINDS}
     if len(given) != 1:
         raise UserError(f"{name}: has {' and '.join(given) or 'no key'}; give exactly one of {', '.join(KINDS)}")

@@ -67,8 +67,8 @@ def prompt_text(model: Model, prompt: Prompt, name: str) -> str:
     raise UserError(f"{name}: prompt_ids are no text; give prompt or messages")
 
 
-def digest_of(prompts: Sequence[Sequence[int]]) -> str:
-    """A hash of token ids: it tells other prompts from these."""
+def digest_of(prompts: Sequence[Any]) -> str:
+    """A hash of token ids, or of what else JSON can say of prompts: it tells others from these."""
     return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 
@@ -132,5 +132,8 @@ def _are_messages(value: Sequence[Any]) -> bool:
 
 def _tokenizer(model: Model, name: str):
     if model.tokenizer is None:
-        raise UserError(f"{name}: this model has no tokenizer; pass token ids instead of text")
+        raise UserError(
+            f"{name}: this model has no tokenizer, and so reads no text; put its tokenizer.json beside the weights, or give "
+            "token ids (prompt_ids in a file of prompts)"
+        )
     return model.tokenizer

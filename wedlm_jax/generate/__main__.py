@@ -26,7 +26,7 @@ from wedlm_jax.decode.calibration import calibration_in_use, fingerprint
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, make_request
 from wedlm_jax.decode.measured_windows import windows_in_use
-from wedlm_jax.decode.prompt_file import read_prompts
+from wedlm_jax.decode.prompt_file import prompts_of, read_objects
 from wedlm_jax.decode.prompts import Prompt, digest_of
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.engine import in_order
@@ -39,6 +39,9 @@ from wedlm_jax.model.window_table import exceeds_processor_cache
 from wedlm_jax.model_flags import ChatModelFlags
 
 MANY_BATCHES = 16
+NO_DETAILS = "this decoder does not read the AR chain, as ar, verified and lookup do"
+
+Label = dict[str, Any]  # what a line of output has of its prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +55,21 @@ class Generate(ChatModelFlags):
         tyro.conf.arg(
             metavar="IN.jsonl",
             help='One JSON object a line: {"prompt": str}, {"messages": [...]} (tools and chat_template_kwargs may be beside '
-            'them) or {"prompt_ids": [int, ...]}.',
+            'them) or {"prompt_ids": [int, ...]}; an "id" beside it comes back with its completion.',
         ),
     ] = None
     output: Annotated[
         Path | None,
         tyro.conf.arg(
             metavar="OUT.jsonl",
-            help="Where to write ids, text, finish_reason and stats, a line for each prompt; the terminal if not given. Until it "
-            "is whole the lines are in OUT.jsonl.unfinished, behind which the same command goes on.",
+            help="Where to write ids, text, finish_reason and stats, a line for each prompt in their order; the terminal if not "
+            "given. Until it is whole the lines are in OUT.jsonl.unfinished, behind which the same command goes on.",
         ),
     ] = None
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
     details: bool = False
-    """Also give each token's AR log-probability (nats) and, of verified and lookup, how many drafts agreed, by distance."""
+    """Also give each token's AR log-probability (nats), of ar, verified and lookup, and how many drafts agreed, by distance."""
     n: int = 1
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
@@ -77,64 +80,69 @@ class Generate(ChatModelFlags):
 def generate(args: Generate) -> None:
     """Validates everything, then decodes, then writes: a bad line 1,000 is reported before line 1 is decoded."""
     _check_flags(args)
-    prompts = _prompts(args)
+    prompts, labels = _prompts(args)
     model = args.load()
     each = [(name, prompt) for name, prompt in prompts for _ in range(args.n)]
+    labels = [label | ({"completion": k} if args.n > 1 else {}) for label in labels for k in range(args.n)]
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(each)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
+    if args.details and requests and not requests[0].config.reads_chain:
+        print(f"note: --details: {NO_DETAILS}", file=sys.stderr)
     # While rich shows a bar on stderr it takes what is printed on a terminal, or as `sys.stdout`, for a part of it.
     stdout = sys.stdout
     at_once = args.input is not None and not stdout.isatty()
-    shown: list[Completion] = []
+    shown: list[tuple[Completion, Label]] = []
     counted: list[Stats] = []
     with contextlib.ExitStack() as opened:
         opened.callback(show, shown, args, stdout)  # at the end, whatever brings it
         # A trace is of the forwards of one run: beside one, no lines are gone on behind.
         trace = None if args.trace is None else opened.enter_context(jsonl(args.trace))
-        of_run = (lambda: made_from(model, requests, args)) if trace is None else None
+        of_run = (lambda: made_from(model, requests, labels, args)) if trace is None else None
         output = None if args.output is None else opened.enter_context(jsonl(args.output, of_run))
-        left = requests if output is None else requests[output.count :]
+        done = 0 if output is None else output.count
+        left = requests[done:]
         completions: Iterable[Completion] = track(
             decoded(model, left, args) if left else (), "decoding", total=len(left), console=Console(stderr=True),
             disable=len(left) <= args.batch_size,
         )  # fmt: skip
-        for number, completion in enumerate(completions):
+        for number, (completion, label) in enumerate(zip(completions, labels[done:], strict=True)):
             if trace is not None:
                 for line in trace_lines(number, completion):
                     trace.write(line)
             if output is not None:
-                output.write(as_line(completion, args.details))
+                output.write(as_line(completion, label, args.details))
                 counted.append(completion.stats)
             elif at_once:
-                print_line(completion, args.details, stdout)
+                print_line(completion, label, args.details, stdout)
             else:
-                shown.append(completion)
+                shown.append((completion, label))
     if output is not None:
         print(f"wrote {args.output}: {output.count} completions{in_total(counted)}", file=sys.stderr)
 
 
-def _prompts(args: Generate) -> list[tuple[str, Prompt]]:
-    """The one that a flag gives, or those of a file, each with its name."""
+def _prompts(args: Generate) -> tuple[list[tuple[str, Prompt]], list[Label]]:
+    """The one that a flag gives, or those of a file, each with its name; and of each its `id`, where it has one."""
     if args.input is not None:
-        return read_prompts(args.input)
+        objects = read_objects(args.input, "--input")
+        return prompts_of(objects), [{"id": given["id"]} if "id" in given else {} for _, given in objects]
     if args.message is not None:
-        return [("--message", [{"role": "user", "content": args.message}])]
+        return [("--message", [{"role": "user", "content": args.message}])], [{}]
     assert args.prompt is not None  # _check_flags sees to it
-    return [("--prompt", args.prompt)]
+    return [("--prompt", args.prompt)], [{}]
 
 
-def show(completions: Sequence[Completion], args: Generate, stdout: TextIO) -> None:
-    for completion in completions:
+def show(completions: Sequence[tuple[Completion, Label]], args: Generate, stdout: TextIO) -> None:
+    for completion, label in completions:
         if args.input is not None:
-            print_line(completion, args.details, stdout)
+            print_line(completion, label, args.details, stdout)
         else:
             print_one(completion, args.details)
 
 
-def print_line(completion: Completion, details: bool, stdout: TextIO) -> None:
+def print_line(completion: Completion, label: Label, details: bool, stdout: TextIO) -> None:
     escaped = codecs.lookup(stdout.encoding).name != "utf-8"  # JSON is read as UTF-8
-    print(json.dumps(as_line(completion, details), ensure_ascii=escaped), file=stdout, flush=True)
+    print(json.dumps(as_line(completion, label, details), ensure_ascii=escaped), file=stdout, flush=True)
 
 
 def print_one(completion: Completion, details: bool) -> None:
@@ -185,7 +193,7 @@ def _are_many(model: Model, count: int, batch_size: int) -> bool:
     return on_cpu and count >= MANY_BATCHES * batch_size and exceeds_processor_cache(model.transformer)
 
 
-def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict[str, Any]:
+def made_from(model: Model, requests: Sequence[Request], labels: Sequence[Label], args: Generate) -> dict[str, Any]:
     """All that the lines of --output depend on: what a run that goes on behind them must have in common."""
     return {
         "weights": fingerprint(model),
@@ -193,6 +201,7 @@ def made_from(model: Model, requests: Sequence[Request], args: Generate) -> dict
         "kernel_dtype": model.config.kernel_dtype,
         "mesh": None if model.mesh is None else dict(model.mesh.shape),  # floats differ in their last bits
         "prompts": {"count": len(requests), "sha256": digest_of([request.prompt for request in requests])},
+        **({"ids": digest_of(labels)} if any(labels) else {}),
         "details": args.details,
         **dataclasses.asdict(requests[0].config),
     }
@@ -223,12 +232,13 @@ def _check_flags(args: Generate) -> None:
         raise UserError(f"--trace {args.trace}: is the file of --output; name another one")
 
 
-def as_line(completion: Completion, details: bool = False) -> dict[str, Any]:
-    """What is written for a completion: `text` only where there is a tokenizer, details where the decoder has them."""
+def as_line(completion: Completion, label: Label, details: bool = False) -> dict[str, Any]:
+    """What is written for a completion: `text` only where there is a tokenizer, details where the decoder has them, first the
+    `id` of its prompt and, of several, which it is."""
     text = {} if completion.text is None else {"text": completion.text}
     found = {"log_probs": completion.log_probs, "acceptance": completion.acceptance} if details else {}
     return {
-        "ids": completion.ids, **text, "finish_reason": completion.finish_reason, "stats": completion.stats.as_dict(),
+        **label, "ids": completion.ids, **text, "finish_reason": completion.finish_reason, "stats": completion.stats.as_dict(),
         **{name: value for name, value in found.items() if value is not None},
     }  # fmt: skip
 
@@ -236,7 +246,7 @@ def as_line(completion: Completion, details: bool = False) -> dict[str, Any]:
 def detail_lines(completion: Completion) -> Iterable[str]:
     """For the terminal: the details that the decoder has."""
     if completion.log_probs is None:
-        yield "no details: this decoder does not read the AR chain"
+        yield f"no details: {NO_DETAILS}"
     else:
         yield "AR log-probabilities in nats: " + " ".join(
             "-" if x is None else f"{x:.3f}" for x in completion.log_probs
