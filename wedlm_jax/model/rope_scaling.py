@@ -52,11 +52,11 @@ class RopeScaling:
             turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
             kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         else:
-            kept = self._left_of_ramp(2 * len(frequencies), theta)
+            kept = self._ramp(2 * len(frequencies), theta)
         kept = jnp.clip(kept, 0, 1)
         return (1 - kept) * stretched + kept * frequencies
 
-    def _left_of_ramp(self, head_dim: int, theta: float) -> jax.Array:
+    def _ramp(self, head_dim: int, theta: float) -> jax.Array:
         """1 up to the pair of dimensions that turns `beta_fast` times in the original context, falling to 0 at the one that
         turns `beta_slow` times; less and more outside."""
 
