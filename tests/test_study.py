@@ -99,6 +99,14 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
         refuse_unfit_path(slug)
 
 
+def test_stages_that_would_share_a_folder_are_refused():
+    arms = {label: (Stage("x", (f"data.path={path}",)),) for label, path in (("one", "a/b"), ("other", "a_b"))}
+    with pytest.raises(
+        UserError, match=r"two different stages would share the folder x\+data.path=a_b; spell one otherwise"
+    ):
+        Study("s", arms, (Measure("m", "f"),))
+
+
 @pytest.mark.parametrize("file", ["config.json", "adapter.json", "adapter_config.json"])
 def test_a_folder_of_another_kind_of_model_is_no_workdir(tmp_path, file):
     """Read as what it was, it would hide the checkpoints that are trained into it."""

@@ -210,6 +210,8 @@ def started(
     arch = stock_arch(model.config)
     if args.official is not None and arch != "qwen3":
         raise UserError(f"--official has been compared on qwen3 models alone, and this one is {arch}; leave it out")
+    if args.official is not None and model.config.rope_scaling is not None:
+        raise UserError("--official: its engine has plain RoPE alone, and this model's is stretched; leave it out")
     pretrained.save(plain(model), export, arch)
     rows, context = max(args.batches), max(piece.prompt_tokens + piece.output_tokens for piece in work)
     job = {

@@ -6,10 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from tests.data.tiny import tokenizer
+from tests.data.tiny import sentencepiece, tokenizer
 from wedlm_jax.data.chat import from_messages, prompt_of
 from wedlm_jax.data.records import BadRecord
-from wedlm_jax.data.tokenizer import load_tokenizer
+from wedlm_jax.data.tokenizer import decoder_behind, load_tokenizer
 from wedlm_jax.errors import UserError
 
 # Written for these tests: a system prompt of its own where the conversation has none, tool results as the user's turn.
@@ -321,3 +321,18 @@ def test_tools_reach_the_template():
         from_messages(TWO_TURNS, of_style(QWEN25_STYLE), num_end_tokens=1, tools=[{"name": "lake"}])
     with pytest.raises(BadRecord, match=r"tools: the text holds the control token '<\|im_end\|>'"):
         from_messages(TWO_TURNS, made, num_end_tokens=1, tools=[{"name": "lake", "description": f"a{END}"}])
+
+
+@pytest.mark.parametrize("behind", ["", "\n"], ids=["glued", "lines"])
+def test_replies_are_learned_with_their_own_spaces_alone(behind):
+    """A tokenizer of SentencePiece's kind puts one before every text. And a later prompt is what a decoder is given."""
+    kind = copy.deepcopy(sentencepiece())
+    kind.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}(" + "{{ m['content'] }})" + behind
+        + "{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )  # fmt: skip
+    said = messages("tee", "a tee", "ten", "un a")
+    example = from_messages(said, kind, num_end_tokens=1)
+    turns = np.split(example.tokens, np.flatnonzero(np.diff(example.loss_mask.astype(int))) + 1)
+    assert [decoder_behind(kind)(turn[:-1].tolist()) for turn in turns[1::2]] == ["a tee", "un a"]
+    assert np.concatenate(turns[:3]).tolist() == prompt_of(said, kind)

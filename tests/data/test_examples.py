@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.tiny import sentence, with_bos
+from tests.data.tiny import sentence, sentencepiece, with_bos
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.examples import (
     check_mask,
@@ -18,7 +18,7 @@ from wedlm_jax.data.examples import (
 )
 from wedlm_jax.data.packing import pack
 from wedlm_jax.data.records import BadRecord
-from wedlm_jax.data.tokenizer import TokenizerConfig, encode_text
+from wedlm_jax.data.tokenizer import TokenizerConfig, decoder_behind, encode_text
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 
@@ -74,6 +74,24 @@ def test_a_completion_is_learned_with_its_end_tokens_and_the_prompt_is_what_a_de
     learned = example.tokens[example.loss_mask].tolist()
     assert TOKENIZER.decode(learned[:-num_end_tokens]) == " Ben" and learned[-num_end_tokens:] == [END] * num_end_tokens
     assert example.loss_mask.tolist() == sorted(example.loss_mask.tolist()) and example.document_id == 5
+
+
+def test_a_plain_prompt_is_read_as_a_decoder_reads_it():
+    """Also where it is a conversation that a template has written already."""
+    prompt = "<|im_start|>user\nhi<|im_end|>\n"
+    example = from_completion(prompt, "a<|im_end|>b", TOKENIZER, num_end_tokens=1)
+    end = TOKENIZER.eos_token_id
+    asked, learned = example.tokens[~example.loss_mask].tolist(), example.tokens[example.loss_mask].tolist()
+    assert asked == TOKENIZER(prompt)["input_ids"] and asked.count(end) == 1
+    assert learned.count(end) == 1 == learned[::-1].index(end) + 1  # what is learned is text, but for its end
+
+
+@pytest.mark.parametrize("reply", ["tee", " tee", "  tee a", "a"])
+def test_a_reply_is_learned_with_its_own_spaces_alone(reply):
+    """A tokenizer of SentencePiece's kind puts one before every text."""
+    kind = sentencepiece()
+    example = from_completion("tee:\n", reply, kind, num_end_tokens=1)
+    assert decoder_behind(kind)(example.tokens[example.loss_mask][:-1].tolist()) == reply
 
 
 def test_all_of_a_plain_text_is_learned():

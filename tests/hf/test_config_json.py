@@ -89,6 +89,10 @@ YARN = RopeScaling("yarn", 4.0, 512)
             RopeScaling("llama3", 8.0, 8192),
         ),
         (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings": 256},
+            RopeScaling("yarn", 2.0, 256),
+        ),
+        (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "attention_factor": None}},
             RopeScaling("yarn", 2.0, RAW["max_position_embeddings"], beta_fast=16.0),
         ),
@@ -125,6 +129,10 @@ def test_a_stretched_rope_is_written_under_both_keys(scaling, key):
         ({"rope_scaling": YARN_FILE | {"original_max_position_embeddings": 1.5}}, "is not a positive whole number"),
         ({"rope_scaling": YARN_FILE, "rope_parameters": YARN_FILE | {"factor": 2.0}}, "differ; keep one"),
         ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not an object"),
+        (
+            {"rope_scaling": YARN_FILE, "original_max_position_embeddings": 64},
+            "rope_scaling.original_max_position_embeddings=512 and original_max_position_embeddings=64 differ; keep one",
+        ),
     ],
 )
 def test_a_rope_that_cannot_be_read_is_named(fields, message):

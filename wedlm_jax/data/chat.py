@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, beside_messages
 from wedlm_jax.data.examples import Example, end_token_id
 from wedlm_jax.data.records import BadRecord, UnfitTokenizer
-from wedlm_jax.data.tokenizer import encode_with_control_tokens
+from wedlm_jax.data.tokenizer import encode_behind, encode_with_control_tokens
 from wedlm_jax.errors import UserError, reason
 
 _THINKING = ("reasoning_content", "thinking", "reasoning")  # its names, of which transformers gives templates the first
@@ -33,9 +33,9 @@ def from_messages(
     """The whole conversation as the template writes it once; learned is what the assistant writes after each of its prompts.
 
     A learned turn starts where the template's generation prompt for it ends and goes up to its end token, that included.
-    The pieces are encoded apart at these places, so a decoder given the prompt sees the very same tokens. After the last
-    turn come `num_end_tokens - 1` more end tokens; template text after its end (a line end in ChatML) is dropped, for nobody
-    generates it.
+    The pieces are encoded apart at these places, so a decoder given the prompt of the first learned turn sees the very same
+    tokens; that of a later one may differ where a tokenizer joins what an earlier cut parts. After the last turn come
+    `num_end_tokens - 1` more end tokens; template text after its end (a line end in ChatML) is dropped, for nobody generates it.
 
     Args:
         messages: `role` and `content` (text) each; the last is the assistant's. A turn with `weight` 0, as OpenAI has it, is not
@@ -104,8 +104,11 @@ def from_messages(
                 "after a later message, so that would be learned too; name the token that ends every turn as data.end_token, "
                 "or give this one weight 0"
             )
-        for text, is_learned in ((whole[done : len(prompt)], False), (reply, True)):
-            ids = encode_with_control_tokens(tokenizer, text)
+        for at, text, is_learned in ((done, whole[done : len(prompt)], False), (len(prompt), reply, True)):
+            if at == 0:
+                ids = encode_with_control_tokens(tokenizer, text)
+            else:
+                ids = encode_behind(tokenizer, whole[:at], text, control_tokens=True)
             tokens += ids
             learned += [is_learned] * len(ids)
         tokens.append(end)

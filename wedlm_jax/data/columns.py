@@ -85,6 +85,8 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     if kind == "text":
         return Text(texts[0])
     if config.plain_prompt:
+        if beside := [name for name in _BESIDE_MESSAGES if fields.get(name)]:
+            raise BadRecord(f"{beside[0]} is for the chat template; leave it out, or data.plain_prompt")
         return Completion(*texts)
     return _chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}], fields)
 

@@ -9,7 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.records import BadRecord, UnfitTokenizer
-from wedlm_jax.data.tokenizer import begun, encode_text, start_of_text
+from wedlm_jax.data.tokenizer import begun, encode_behind, encode_text, encode_with_control_tokens, start_of_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +49,20 @@ def label_completion(
     return Example(np.array([*tokens, *[end_token_id] * extra], np.int32), loss_mask, document_id)
 
 
+def plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a prompt that no chat template writes: as it begins a document (`start_of_text`), control tokens in it read as
+    such."""
+    return begun(tokenizer, encode_with_control_tokens(tokenizer, text))
+
+
 def from_completion(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, num_end_tokens: int, document_id: int = 0
 ) -> Example:
-    """A plain prompt and its completion. The two are encoded apart, so a decoder given the prompt sees the very same tokens,
-    which begin with `start_of_text`."""
+    """A plain prompt and its completion. The two are encoded apart, and the prompt as a decoder does that is given it, so that
+    sees the very same tokens."""
     end = end_token_id(tokenizer)
-    prompt_ids = begun(tokenizer, encode_text(tokenizer, prompt))
-    tokens = [*prompt_ids, *encode_text(tokenizer, completion), end]
+    prompt_ids = plain_prompt(tokenizer, prompt)
+    tokens = [*prompt_ids, *encode_behind(tokenizer, prompt, completion), end]
     return label_completion(
         tokens, len(prompt_ids), num_end_tokens=num_end_tokens, end_token_id=end, document_id=document_id
     )

@@ -10,9 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.chat import prompt_of
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.examples import Example
+from wedlm_jax.data.examples import Example, plain_prompt
 from wedlm_jax.data.records import BadRecord, Chat, Completion, Record
-from wedlm_jax.data.tokenizer import begun, encode_text
 from wedlm_jax.errors import UserError
 
 
@@ -23,7 +22,7 @@ class Prompts(Documents):
         if isinstance(record, Chat):
             ids = prompt_of(record.messages, self._tokenizer, record.tools, record.variables)
         elif isinstance(record, Completion):
-            ids = begun(self._tokenizer, encode_text(self._tokenizer, record.prompt))
+            ids = plain_prompt(self._tokenizer, record.prompt)
         else:
             raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
         if not ids:

@@ -134,6 +134,33 @@ def encode_with_control_tokens(tokenizer: PreTrainedTokenizerBase, text: str) ->
         return tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
+def encode_behind(
+    tokenizer: PreTrainedTokenizerBase, before: str, text: str, *, control_tokens: bool = False
+) -> list[int]:
+    """Token ids of a text that stands behind another one, encoded apart from it: without the space that a tokenizer of
+    SentencePiece's kind, as Llama 2's, puts before every text, and by which `decoder_behind` would read another one.
+
+    Args:
+      before: what it stands behind, whose end matters where that is a control token.
+      control_tokens: whether `<|im_end|>` in the text is the control token.
+    """
+    encode = encode_with_control_tokens if control_tokens else encode_text
+    if not _spaces_every_text(tokenizer):
+        return encode(tokenizer, text)
+    tail = next((token for token in tokenizer.all_special_tokens if control_tokens and before.endswith(token)), "\n")
+    head, ids = encode(tokenizer, tail), encode(tokenizer, tail + text)
+    return ids[len(head) :] if ids[: len(head)] == head else encode(tokenizer, text)
+
+
+@functools.lru_cache(maxsize=8)
+def _spaces_every_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    try:
+        line, alone, both = (encode_text(tokenizer, text) for text in ("\n", "a", "\na"))
+    except Exception:  # a bare one of the Rust library, of a vocabulary that cannot spell them
+        return False
+    return both[: len(line)] == line and both[len(line) :] != alone
+
+
 @functools.lru_cache(maxsize=8)
 def start_of_text(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """What the tokenizer puts before every text, as Llama's its BOS; of most tokenizers nothing."""

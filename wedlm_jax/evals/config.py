@@ -48,6 +48,8 @@ class EvaluationConfig:
         for name in ("held_out_files", "masked_loss_rows", "text_prompts"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation.{name}={getattr(self, name)}: must be 0 (off) or more")
+        if self.seed < 0:
+            raise UserError(f"evaluation.seed={self.seed}: must be at least 0")
         # DecodeConfig checks the rest
         self.autoregressive, self.blockwise, self.verified, self.verified_at, self.lookup, self.streaming  # noqa: B018
 

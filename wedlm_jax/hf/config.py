@@ -79,7 +79,7 @@ def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> Mod
     """The ModelConfig of a config.json.
 
     Args:
-      raw: the parsed file. Old and new keys are read: `rope_theta` or `rope_parameters`.
+      raw: the parsed file. Old and new keys are read: `rope_theta` and `rope_scaling`, or `rope_parameters`.
       file: where it came from, for the messages.
       dtype: compute and parameter dtype; the file's own `dtype` only says how the weights are stored.
 
@@ -184,7 +184,8 @@ def to_hf(
 
 
 def require_fit(config: ModelConfig, arch: Arch) -> None:
-    """Raises `UserError` where tools that read `arch` would run a forward pass other than ours."""
+    """Raises `UserError` where tools that read `arch` would run a forward pass other than ours. (The official engine stops at a
+    stretched RoPE, which the official model class reads.)"""
     if arch not in ARCHITECTURES:
         raise UserError(f"arch={arch!r} is unknown; choose one of {', '.join(ARCHITECTURES)}")
     if config.position_embedding_type != "rope":

@@ -13,7 +13,8 @@ from wedlm_jax.model.rope_scaling import RopeScaling
 OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
 DEFAULT_THETA = 10_000.0  # where a file leaves it out, as the reference implementation
 
-# What each type needs, and what it may leave out; `original_max_position_embeddings` is then the file's context.
+CONTEXT = "original_max_position_embeddings"
+# What each type needs, and what it may leave out.
 NEEDS = {
     "default": (),
     "linear": ("factor",),
@@ -23,8 +24,8 @@ NEEDS = {
 MAY_HAVE = {
     "default": (),
     "linear": (),
-    "llama3": ("original_max_position_embeddings",),
-    "yarn": ("original_max_position_embeddings", "beta_slow", "beta_fast", "attention_factor"),
+    "llama3": (CONTEXT,),
+    "yarn": (CONTEXT, "beta_slow", "beta_fast", "attention_factor"),
 }
 NEUTRAL = {"partial_rotary_factor": 1, "truncate": True}  # fields that change nothing at these values alone
 
@@ -66,18 +67,25 @@ def _scaling(raw: Mapping[str, Any], name: str, file: Path) -> RopeScaling | Non
         raise UserError(f"{file}: {name}={rope!r} lacks {', '.join(missing)}")
     if kind == "default":
         return None
-    context = {"original_max_position_embeddings": raw.get("max_position_embeddings")} | given
-    fields: dict[str, Any] = {
-        field: real(given, field, 0.0, file)
-        for field in (*known, *MAY_HAVE[kind])
-        if given.get(field) is not None and field != "original_max_position_embeddings"
-    }
-    if "original_max_position_embeddings" in MAY_HAVE[kind]:
-        fields["original_max_position_embeddings"] = whole(context, "original_max_position_embeddings", file)
+    numbers = [field for field in (*known, *MAY_HAVE[kind]) if field != CONTEXT and given.get(field) is not None]
+    fields: dict[str, Any] = {field: real(given, field, 0.0, file) for field in numbers}
+    if CONTEXT in MAY_HAVE[kind]:
+        fields[CONTEXT] = _original_context(raw, given, name, file)
     try:
         return RopeScaling(kind, **fields)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+
+
+def _original_context(raw: Mapping[str, Any], given: Mapping[str, Any], name: str, file: Path) -> int:
+    """The context of before, beside the other fields or in the file itself, as some models have it; by default the context."""
+    stored = {f"{name}.{CONTEXT}": given.get(CONTEXT), CONTEXT: raw.get(CONTEXT)}
+    stored = {place: value for place, value in stored.items() if value is not None}
+    if len(set(map(str, stored.values()))) > 1:
+        raise UserError(
+            f"{file}: {' and '.join(f'{place}={value!r}' for place, value in stored.items())} differ; keep one"
+        )
+    return whole({CONTEXT: next(iter(stored.values()), raw.get("max_position_embeddings"))}, CONTEXT, file)
 
 
 def _theta(raw: Mapping[str, Any], file: Path) -> float:

@@ -65,7 +65,7 @@ class RopeScaling:
             return head_dim * math.log(angle) / (2 * math.log(theta))
 
         first, last = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), head_dim - 1)
-        return 1 - (jnp.arange(head_dim // 2) - first) / max(last - first, 1e-3)
+        return 1 - (jnp.arange(head_dim // 2) - first) / ((last - first) or 1e-3)
 
     @property
     def magnitude(self) -> float:

@@ -22,7 +22,7 @@ class Stage:
 
     @property
     def slug(self) -> str:
-        """A folder name that tells stages apart, names no checkpoint of another folder as `runs/base@best` does, and is no
+        """A folder name that names no checkpoint of another folder as `runs/base@best` does, and is no
         pattern."""
         return re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
 
@@ -111,6 +111,13 @@ class Study:
         for what, given in labels.items():
             if twice := [each for each in given if list(given).count(each) > 1]:
                 raise UserError(f"study {self.name}: {what} name {twice[0]!r} twice; name each once")
+
+        folders: dict[str, Stage] = {}
+        for stage in itertools.chain(*self.arms.values()):
+            if folders.setdefault(stage.slug, stage) != stage:
+                raise UserError(
+                    f"study {self.name}: two different stages would share the folder {stage.slug}; spell one otherwise"
+                )
 
     @property
     def trains(self) -> list[str]:
