@@ -18,6 +18,7 @@ from wedlm_jax.baselines.process import EngineEnded
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates
 from wedlm_jax.evals.speed import Speed, Work
+from wedlm_jax.model.rope_scaling import RopeScaling
 from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.pretrained import save
 
@@ -114,6 +115,11 @@ def test_other_engines_read_a_model_of_any_family_and_the_official_one_qwen3_alo
     assert run(monkeypatch, capsys, *flags)[0] == 0 and read == ["qwen2"]
     status, _, err = run(monkeypatch, capsys, *flags, "--official", tmp_path)
     assert status == 2 and "--official has been compared on qwen3 models alone" in err
+
+    config = dataclasses.replace(tiny_model().config, rope_scaling=RopeScaling("yarn", 2.0, 64))
+    save(dataclasses.replace(tiny_model(), config=config), tmp_path / "stretched")
+    status, _, err = run(monkeypatch, capsys, *grid(tmp_path / "stretched", tmp_path, "--official", tmp_path))
+    assert status == 2 and "--official: its engine has plain RoPE alone" in err
 
 
 def speed(decoder, batch, over_ar, tokens=6):

@@ -450,6 +450,7 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
         (("--exp", "a", "--decoder", "ar"), "decoder flags go with --model"),
         (("--exp", "a", "--int8"), "--int8 goes with --model DIR"),
         (("--exp", "a", "--limit", "0"), "--limit 0: must be at least 1"),
+        (("--exp", "quickstart", "evaluation.seed=-1"), "evaluation.seed=-1: must be at least 0"),
         (("--model", "nowhere", "--task", "counting", "--top-p", "2"), "top_p=2"),
     ],
 )

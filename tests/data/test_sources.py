@@ -137,6 +137,15 @@ def test_messages_are_never_written_plainly(tmp_path):
             epoch(config_of(path, plain_prompt=True))
 
 
+@pytest.mark.parametrize("beside", [{"system": "be short"}, {"tools": [{"type": "function"}]}])
+def test_what_only_a_template_writes_is_not_dropped_from_plain_prompts(tmp_path, beside):
+    path = write_lines(tmp_path / "chat.jsonl", [{"prompt": "a", "completion": "b"} | beside])
+    with pytest.raises(
+        BadRecord, match=f"{next(iter(beside))} is for the chat template; leave it out, or data.plain_prompt"
+    ):
+        epoch(config_of(path, plain_prompt=True))
+
+
 def test_plain_gzip_and_zstd_files_in_a_folder_are_one_source(tmp_path):
     text = [write_lines(tmp_path / f"{n}.jsonl", CHATS[n : n + 2]).read_bytes() for n in (0, 2, 4)]
     # Empty lines; no last line end.
