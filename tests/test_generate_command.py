@@ -140,10 +140,7 @@ def test_an_id_comes_back_and_completions_of_one_prompt_are_numbered(call, tmp_p
 def test_details_that_a_decoder_does_not_have_are_told(call, tmp_path, capsys):
     source = write(tmp_path / "in.jsonl", {"prompt": "Q:"})
     call("--input", source, "--max-new-tokens", 2, "--window-size", 4, "--decoder", "streaming", "--details")
-    assert (
-        "note: --details: this decoder does not read the AR chain, as ar, verified and lookup do"
-        in capsys.readouterr().err
-    )
+    assert "note: --details: this decoder does not read the AR chain, as ar" in capsys.readouterr().err
 
 
 @pytest.fixture

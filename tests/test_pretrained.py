@@ -86,6 +86,12 @@ def test_a_directory_loads_with_its_kernels_rounded_to_int8(tmp_path, mesh):
         save(int8, tmp_path / "out")
 
 
+@pytest.mark.parametrize("write", [save, save_adapter])
+def test_only_a_model_is_saved(write, tmp_path):
+    with pytest.raises(UserError, match="model must be what wedlm_jax.load returns, not 'runs/sft'"):
+        write("runs/sft", tmp_path / "out")
+
+
 @pytest.mark.parametrize("path", ["runs/nothing", "/nowhere/at/all", "nothing"])
 def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

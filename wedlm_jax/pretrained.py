@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_calibration
+from wedlm_jax.decode.generation import require_model
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
 from wedlm_jax.hf.adapter import is_adapter, is_adapter_alone, with_adapter, write_adapter
@@ -68,7 +69,7 @@ def load(
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
         None: the first device.
       adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
-        special ids and its calibration take the place of theirs.
+        special ids and what was measured of it take the place of theirs.
       chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` of Qwen3's, for every
         conversation that is a prompt of this model. `save` writes the template as it was stored.
       matmul_precision: of float32, which "highest" makes float32 on accelerators too; None: as it was trained.
@@ -127,6 +128,7 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
       UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
         adapter of mask rows, which is saved by `save_adapter`.
     """
+    require_model(model)
     directory = Path(os.path.expanduser(path))
     save_hf(model, directory, arch)
     if model.calibration is not None:
@@ -145,6 +147,7 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
     Raises:
       UserError: the model has no adapter, or `path` holds something that is not an earlier adapter of ours.
     """
+    require_model(model)
     directory = Path(os.path.expanduser(path))
     write_adapter(model, directory, model.source if base is None else base)
     if model.calibration is not None:

@@ -135,8 +135,6 @@ def _requests(experiment: Experiment, model: Model, prompts: Sequence[np.ndarray
     data, seed = experiment.data, experiment.train.seed
     settings = data.self_generated
     assert settings is not None
-    # The adapter that is to be trained is none of the base's.
-    model = dataclasses.replace(model, config=dataclasses.replace(model.config, adapter=None))
     requests = []
     for row, prompt in enumerate(prompts):
         most = min(settings.max_new_tokens, room_for_reply(data, len(prompt)))

@@ -105,6 +105,8 @@ def test_a_stop_string_ends_the_row_and_is_dropped(loop):
     assert (whole.text, whole.finish_reason) == ("go to ", "stop")
     assert tokenizer().decode(whole.ids) == "go to END"
     assert whole.stats.generated_tokens == len(whole.ids)
+    [traced] = generate(model, ["x"], config, trace=True)
+    assert (traced.ids, sum(step["emitted"] for step in traced.trace)) == (whole.ids, len(whole.ids))
     pieces = list(stream(model, "x", config))
     assert "".join(piece.text for piece in pieces) == whole.text
     assert joined(pieces) == whole.ids

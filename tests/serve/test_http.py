@@ -341,15 +341,19 @@ def test_a_stream_sends_what_every_step_commits(monkeypatch):
         assert len(said) > 5
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_row_of_a_client_that_leaves_is_free_again(stream):
+@pytest.mark.parametrize(("stream", "late"), [(False, b""), (True, b""), (False, b"\r\n")])
+def test_the_row_of_a_client_that_leaves_is_free_again(monkeypatch, stream, late):
+    """Also where it has sent something behind its body, which nobody reads."""
     with serving(context=512, rows=1) as server:
-        engine = server.service.engine
+        engine, steps = server.service.engine, []
+        monkeypatch.setattr(engine, "step", lambda: steps.append(time.sleep(0.02)) or type(engine).step(engine))
         with contextlib.closing(connect(server)) as connection:
             body = {"prompt": "Tom", "decoder": "ar", "max_tokens": 500, "stop_ids": [], "stream": stream}
             connection.request("POST", COMPLETIONS, json.dumps(body), JSON)
             wait_for(lambda: engine.running == 1)
+            connection.sock.sendall(late)
         wait_for(lambda: engine.running == 0)
+        assert len(steps) < 100
         assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1})[0] == 200
 
 

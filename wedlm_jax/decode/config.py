@@ -255,7 +255,7 @@ class RowSettings:
     top_k: jax.Array  # int32 [B]; 0 = off
     top_p: jax.Array  # float32 [B]
     stop_ids: jax.Array  # int32 [B, n], padded with -1
-    mask_token_id: jax.Array  # int32 [B]; -1 where the decoder uses no masks
+    mask_token_id: jax.Array  # int32 [B]; -1 where the model has none. Every decoder bans it
     ban_mask: jax.Array  # bool [B]
     num_tokens: jax.Array  # int32 [B]; ids from there on are no tokens
     key: jax.Array  # PRNG keys [B]

@@ -204,7 +204,9 @@ class Batch:
                 if self._has_stop_strings:
                     progress = {name: np.stack([before[name], x]) for name, x in _counters(state).items()}
                     state = self._set_back_to_stop_strings(state, progress, np.asarray(record.running))
-                    before = _counters(state)
+                    after = _counters(state)
+                    emitted = after["generated"] - before["generated"]  # without what a stop string cut off
+                    record, before = dataclasses.replace(record, emitted=emitted), after
                 yield state, record
                 state, record = steps.send(state)
         except StopIteration:

@@ -39,7 +39,7 @@ from wedlm_jax.model.window_table import exceeds_processor_cache
 from wedlm_jax.model_flags import ChatModelFlags
 
 MANY_BATCHES = 16
-NO_DETAILS = "this decoder does not read the AR chain, as ar, verified and lookup do"
+NO_DETAILS = "this decoder does not read the AR chain, as ar, verified, lookup and --verify fallback do"
 
 Label = dict[str, Any]  # what a line of output has of its prompt
 
@@ -69,7 +69,8 @@ class Generate(ChatModelFlags):
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
     details: bool = False
-    """Also give each token's AR log-probability (nats), of ar, verified and lookup, and how many drafts agreed, by distance."""
+    """Also give each token's AR log-probability (nats), of ar, verified, lookup and --verify fallback, and how many drafts
+    agreed, by distance."""
     n: int = 1
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
@@ -87,7 +88,7 @@ def generate(args: Generate) -> None:
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(each)]
     for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(note, file=sys.stderr)
-    if args.details and requests and not requests[0].config.reads_chain:
+    if args.details and requests and not requests[0].config.holds_back:
         print(f"note: --details: {NO_DETAILS}", file=sys.stderr)
     # While rich shows a bar on stderr it takes what is printed on a terminal, or as `sys.stdout`, for a part of it.
     stdout = sys.stdout
