@@ -52,8 +52,8 @@ class StepReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The least time of a step by each resource; all three may run at once, so a step that runs all
-        blocks and reads all rows with a loss takes at least the largest."""
+        """The least time by each resource of a step that runs all blocks and reads all rows with a loss; all three may run at
+        once, so it takes at least the largest."""
         chip = chip_of(self.topology)
         # Each argument is read and each output written; what is gathered is written once and read once.
         # A gather that is compiled as a sum sends twice what it gathers.

@@ -162,9 +162,7 @@ def _one_line(box: str) -> str:
         said += words
     # The name of a class or section says nothing.
     message = re.sub(r"^Error parsing \w+: ", "", " ".join(said)).rstrip(".:")
-    meant = (
-        [words[0] for words in lines if words[:1] and words[0].startswith("--")] if "Unrecognized" in message else []
-    )
+    meant = [line[0] for line in lines if line and line[0].startswith("--")] if "Unrecognized" in message else []
     return f"{message}; did you mean {meant[0]}?" if meant else message
 
 

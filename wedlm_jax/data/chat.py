@@ -105,10 +105,7 @@ def from_messages(
                 "or give this one weight 0"
             )
         for at, text, is_learned in ((done, whole[done : len(prompt)], False), (len(prompt), reply, True)):
-            if at == 0:
-                ids = encode_with_control_tokens(tokenizer, text)
-            else:
-                ids = encode_behind(tokenizer, whole[:at], text, control_tokens=True)
+            ids = encode_behind(tokenizer, whole[:at], text, control_tokens=True)
             tokens += ids
             learned += [is_learned] * len(ids)
         tokens.append(end)

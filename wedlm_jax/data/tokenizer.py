@@ -141,11 +141,11 @@ def encode_behind(
     SentencePiece's kind, as Llama 2's, puts before every text, and by which `decoder_behind` would read another one.
 
     Args:
-      before: what it stands behind, whose end matters where that is a control token.
+      before: what it stands behind, whose end matters where that is a control token; "" where the text is the first.
       control_tokens: whether `<|im_end|>` in the text is the control token.
     """
     encode = encode_with_control_tokens if control_tokens else encode_text
-    if not _spaces_every_text(tokenizer):
+    if not before or not _spaces_every_text(tokenizer):
         return encode(tokenizer, text)
     tail = next((token for token in tokenizer.all_special_tokens if control_tokens and before.endswith(token)), "\n")
     head, ids = encode(tokenizer, tail), encode(tokenizer, tail + text)

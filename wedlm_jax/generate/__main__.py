@@ -69,8 +69,7 @@ class Generate(ChatModelFlags):
     trace: Annotated[Path | None, tyro.conf.arg(metavar="T.jsonl")] = None
     """Also write what every forward fed, committed and filled, a line a forward (slower)."""
     details: bool = False
-    """Also give each token's AR log-probability (nats), of ar, verified, lookup and --verify fallback, and how many drafts
-    agreed, by distance."""
+    """Also give each token's AR log-probability (nats), where the decoder reads it, and how many drafts agreed, by distance."""
     n: int = 1
     """Completions of each prompt, side by side; they differ where --temperature is above 0."""
     batch_size: int = 16
