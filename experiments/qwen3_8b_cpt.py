@@ -42,8 +42,10 @@ def qwen3_8b_cpt() -> Experiment:
         data=DataConfig(
             source="mixture",
             mixture=(
-                WeightedSource("hf_dataset", "HuggingFaceFW/fineweb-edu", subset="sample-100BT", weight=0.70),
-                WeightedSource("hf_dataset", "open-web-math/open-web-math", weight=0.15),
+                WeightedSource(
+                    "hf_dataset", "HuggingFaceFW/fineweb-edu", subset="sample-100BT", text_column="text", weight=0.70
+                ),
+                WeightedSource("hf_dataset", "open-web-math/open-web-math", text_column="text", weight=0.15),
                 WeightedSource("hf_dataset", "codeparrot/codeparrot-clean", text_column="content", weight=0.15),
             ),
             row_length=4096,

@@ -364,6 +364,10 @@ def test_blocks_are_left_out_unasked_of_long_rows_with_prompts():
     assert skips(*prompts, "data.row_length=512")
     assert not skips(*text, "data.row_length=512")
     assert skips(*text, "train.skip_unread=true")
+    table = ("data.source=parquet", "data.path=x", "data.row_length=512")
+    assert skips(*table) and not skips(*table, "data.text_column=text")
+    for name in ("qwen3_8b_cpt", "qwen25_7b_cpt"):
+        assert not load_experiment(name).data.has_prompts
     assert not skips(*prompts, "data.row_length=512", "train.skip_unread=false")
     assert not skips(*prompts, "data.row_length=512", "objective.streams=single")
     assert not skips(*prompts, "data.row_length=512", *OF_ADAPTER, **MASK_ROWS)

@@ -183,8 +183,8 @@ class DataConfig(SourceConfig):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether documents may hold what is not learned."""
-        return any(part.source not in _LEARNED_WHOLE for part in self.mixture or (self,))
+        """Whether documents may hold what is not learned; of a table nobody knows unless `text_column` says what it is."""
+        return any(part.source not in _LEARNED_WHOLE and part.text_column is None for part in self.mixture or (self,))
 
     @property
     def share_is_fixed(self) -> bool:
