@@ -2,15 +2,15 @@
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
+import warnings
 
 import pytest
 
 from wedlm_jax import checkpoint
 from wedlm_jax.checkpoint import Checkpoints
-from wedlm_jax.errors import UserError, reason, writing
+from wedlm_jax.errors import UserError, entry, reason, say_interrupted, writing
 
 AT_LENGTH = OSError("INTERNAL: Disk\n  gone\n" + 300 * "at frame ")  # as libraries raise it, with no errno
 
@@ -32,24 +32,24 @@ def test_an_error_of_many_lines_is_told_on_one(fails, tmp_path, monkeypatch):
     assert "\n" not in message and "internal: disk gone at frame" in message and len(message) < 500
 
 
-def told_by(program):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+def test_ctrl_c_before_a_command_begins_is_one_word(monkeypatch, capsys):
+    passed_on = []
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: passed_on.append(raised))
+    say_interrupted()
+    for error in (KeyboardInterrupt(), SyntaxError("no")):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == "interrupted\n" and [kind for kind, *_ in passed_on] == [SyntaxError]
 
 
-def test_ctrl_c_before_a_command_begins_is_one_word():
-    told = told_by("from wedlm_jax.errors import say_interrupted\nsay_interrupted()\nraise KeyboardInterrupt")
-    assert (told.returncode, told.stderr) == (-signal.SIGINT, "interrupted\n")
-    other = told_by("from wedlm_jax.errors import say_interrupted\nsay_interrupted()\nraise SyntaxError('no')")
-    assert "Traceback" in other.stderr and other.returncode == 1
-
-
-def test_a_warning_to_users_is_one_line_of_a_command():
-    told = told_by(
-        "import warnings\nfrom wedlm_jax.errors import entry\n@entry\ndef main():\n"
-        "    warnings.warn('not used')\n    warnings.warn('old', FutureWarning)\nmain()"
+def test_a_warning_to_users_is_one_line_of_a_command(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back afterwards
+    for _ in range(2):
+        entry(lambda: None)()
+    where = "module.py", 3
+    assert warnings.formatwarning(UserWarning("not used"), UserWarning, *where) == "warning: not used\n"
+    assert warnings.formatwarning(FutureWarning("old"), FutureWarning, *where).startswith(
+        "module.py:3: FutureWarning: old"
     )
-    first, *others = told.stderr.splitlines()
-    assert first == "warning: not used" and "FutureWarning: old" in others[0]
 
 
 def test_what_stdout_has_no_letters_for_is_printed_as_escapes():

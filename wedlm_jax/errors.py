@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from wedlm_jax.version import __version__
 
@@ -76,9 +75,15 @@ def say_interrupted() -> None:
     sys.excepthook = say
 
 
-def _as_one_line(otherwise: Callable[..., str], message: Warning | str, category: type[Warning], *where: Any) -> str:
+_PYTHONS_OWN = warnings.formatwarning
+
+
+def _as_one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """A warning to users without the place in the code that it comes from, as the other lines of a command."""
-    return f"warning: {message}\n" if category is UserWarning else otherwise(message, category, *where)
+    own = _PYTHONS_OWN(message, category, filename, lineno, line)
+    return f"warning: {message}\n" if category is UserWarning else own
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:
@@ -95,7 +100,7 @@ def entry(main: Callable[[], None]) -> Callable[[], None]:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # What the terminal's encoding has no letters for is printed as escapes, as on stderr, and ends no training.
             sys.stdout.reconfigure(errors="backslashreplace")
-        warnings.formatwarning = functools.partial(_as_one_line, warnings.formatwarning)
+        warnings.formatwarning = _as_one_line
         try:
             try:
                 main()

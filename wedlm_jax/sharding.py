@@ -251,10 +251,9 @@ def over_mesh(
     sizes: dict[str | None, int] = {}
     for names, x in zip(in_axes, arrays, strict=True):
         for name, size in zip(names, x.shape, strict=True):
-            if sizes.setdefault(name, size) != size and axes_over(name or "", size) + axes_over(
-                name or "", sizes[name]
-            ):
-                raise ValueError(f"{name} has two sizes, {sizes[name]} and {size}, and the mesh cuts it")
+            known = sizes.setdefault(name, size)
+            if known != size and name is not None and (axes_over(name, known) or axes_over(name, size)):
+                raise ValueError(f"{name} has two sizes, {known} and {size}, and the mesh cuts it")
     in_specs = tuple(_spec(mesh.shape, names, x.shape) for names, x in zip(in_axes, arrays, strict=True))
     out_specs = tuple(_spec(mesh.shape, names, [sizes[name] for name in names]) for names in out_axes)
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)(*arrays)

@@ -202,6 +202,19 @@ def test_tiles_in_vain_are_few(mask):
         assert pairs[kernel] <= 1.3 * pairs["useful"], kernel
 
 
+@each_implementation
+def test_what_is_declared_of_the_kernels_is_not_of_the_loop_over_rows(own):
+    """Of a loop without a trip count in the compiled text the declared number is taken."""
+    q, k, v, _ = arrays(3, 256, 2, 1, 64)
+    attend = functools.partial(
+        splash_attention, segment_ids_BT=None, mask=CausalMask(256), own_kernels=own, interpret=True
+    )
+    [loop] = [equation for equation in jax.make_jaxpr(attend)(q, k, v).eqns if equation.primitive.name == "scan"]
+    assert loop.params["length"] == 3 and "kernel_runs" not in str(loop.source_info.name_stack)
+    inside = [str(equation.source_info.name_stack) for equation in loop.params["jaxpr"].jaxpr.eqns]
+    assert any("kernel_runs" in stack for stack in inside)
+
+
 @pytest.mark.parametrize(
     "products",
     [{"forward": 2, "joint": 5}, {"forward": 2, "dq": 3, "dkv": 4}],

@@ -49,7 +49,7 @@ def label_completion(
     return Example(np.array([*tokens, *[end_token_id] * extra], np.int32), loss_mask, document_id)
 
 
-def plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_plain_prompt(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Token ids of a prompt that no chat template writes: as it begins a document (`start_of_text`), control tokens in it read as
     such."""
     return begun(tokenizer, encode_with_control_tokens(tokenizer, text))
@@ -61,7 +61,7 @@ def from_completion(
     """A plain prompt and its completion. The two are encoded apart, and the prompt as a decoder does that is given it, so that
     sees the very same tokens."""
     end = end_token_id(tokenizer)
-    prompt_ids = plain_prompt(tokenizer, prompt)
+    prompt_ids = encode_plain_prompt(tokenizer, prompt)
     tokens = [*prompt_ids, *encode_behind(tokenizer, prompt, completion), end]
     return label_completion(
         tokens, len(prompt_ids), num_end_tokens=num_end_tokens, end_token_id=end, document_id=document_id

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.chat import prompt_of
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.examples import Example, plain_prompt
+from wedlm_jax.data.examples import Example, encode_plain_prompt
 from wedlm_jax.data.records import BadRecord, Chat, Completion, Record
 from wedlm_jax.errors import UserError
 
@@ -22,7 +22,7 @@ class Prompts(Documents):
         if isinstance(record, Chat):
             ids = prompt_of(record.messages, self._tokenizer, record.tools, record.variables)
         elif isinstance(record, Completion):
-            ids = plain_prompt(self._tokenizer, record.prompt)
+            ids = encode_plain_prompt(self._tokenizer, record.prompt)
         else:
             raise UserError("data.self_generated needs prompts, and a table of text has none; name its columns of both")
         if not ids:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.fields import real, whole
 from wedlm_jax.model.rope_scaling import RopeScaling
+
+Number = TypeVar("Number", int, float)
 
 OBJECTS = ("rope_scaling", "rope_parameters")  # what transformers 4 and 5 call the same
 DEFAULT_THETA = 10_000.0  # where a file leaves it out, as the reference implementation
@@ -79,13 +81,11 @@ def _scaling(raw: Mapping[str, Any], name: str, file: Path) -> RopeScaling | Non
 
 def _original_context(raw: Mapping[str, Any], given: Mapping[str, Any], name: str, file: Path) -> int:
     """The context of before, beside the other fields or in the file itself, as some models have it; by default the context."""
-    stored = {f"{name}.{CONTEXT}": given.get(CONTEXT), CONTEXT: raw.get(CONTEXT)}
-    stored = {place: value for place, value in stored.items() if value is not None}
-    if len(set(map(str, stored.values()))) > 1:
-        raise UserError(
-            f"{file}: {' and '.join(f'{place}={value!r}' for place, value in stored.items())} differ; keep one"
-        )
-    return whole({CONTEXT: next(iter(stored.values()), raw.get("max_position_embeddings"))}, CONTEXT, file)
+    places = {f"{name}.{CONTEXT}": given, CONTEXT: raw}
+    stored = {
+        place: whole(fields, CONTEXT, file) for place, fields in places.items() if fields.get(CONTEXT) is not None
+    }
+    return _agreed(stored, file) or whole(raw, "max_position_embeddings", file)
 
 
 def _theta(raw: Mapping[str, Any], file: Path) -> float:
@@ -95,7 +95,11 @@ def _theta(raw: Mapping[str, Any], file: Path) -> float:
         for name, fields in places.items()
         if "rope_theta" in fields
     }
+    return _agreed(stored, file) or DEFAULT_THETA
+
+
+def _agreed(stored: Mapping[str, Number], file: Path) -> Number | None:
+    """The number that all places have, where there are any; a `UserError` where two differ."""
     if len(set(stored.values())) > 1:
-        differing = " and ".join(f"{name}={theta}" for name, theta in stored.items())
-        raise UserError(f"{file}: {differing} differ; keep one")
-    return next(iter(stored.values()), DEFAULT_THETA)
+        raise UserError(f"{file}: {' and '.join(f'{place}={x}' for place, x in stored.items())} differ; keep one")
+    return next(iter(stored.values()), None)

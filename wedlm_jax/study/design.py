@@ -22,7 +22,7 @@ class Stage:
 
     @property
     def slug(self) -> str:
-        """A folder name that names no checkpoint of another folder as `runs/base@best` does, and is no
+        """The name of a folder, which names no checkpoint of another one as `runs/base@best` does, and is no
         pattern."""
         return re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
 
