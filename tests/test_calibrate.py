@@ -252,6 +252,7 @@ def test_windows_of_other_weights_are_named_and_not_used(call_windows, folder):
         {"costs": {"cpu": [[8, 1.0], [1, 2.0]]}},
         {"costs": [[1, 1.0], [8, 2.0]]},
         {"more": 1},
+        {"weights": 5},
     ],
 )
 def test_a_file_of_windows_that_is_not_ours_is_named_with_the_mend(folder, changed):

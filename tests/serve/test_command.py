@@ -82,6 +82,29 @@ def test_it_answers_and_ends_well_where_nobody_reads_its_log(folder):
             process.kill()
 
 
+def test_its_log_tells_what_a_request_waits_for(folder):
+    """A cache that is taken for the first request of a decoder, and what is compiled."""
+    script = "from wedlm_jax.serve import __main__ as command; command.LONG = 0; command.main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "--model", folder, "--port", "0", *FLAGS],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    ) as process:  # fmt: skip
+        try:
+            while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", process.stderr.readline())):
+                assert process.poll() is None
+            body = json.dumps({"prompt": "Tom", "max_tokens": 2, "decoder": "streaming"})
+            connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            assert connection.getresponse().status == 200
+            process.send_signal(signal.SIGINT)
+            said = process.stderr.read()
+            assert re.match(r"taking a cache of .*: 2 rows of \d+ slots for decoder=streaming\n", said)
+            assert re.search(r"^compiled a program in \d+\.\d s$", said, re.MULTILINE)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
 # Once it serves, a step never ends, or the scoring of a prompt: {never} says which.
 NEVER_ENDS = """
 import threading

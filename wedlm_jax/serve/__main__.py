@@ -9,11 +9,13 @@ python -m wedlm_jax.serve --model DIR --decoder streaming --entropy-threshold 0.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import signal
 import threading
 from typing import Annotated
 
+import jax
 import tyro
 
 from wedlm_jax.decode.calibration import calibration_in_use
@@ -28,6 +30,7 @@ from wedlm_jax.serve.http import Server, say
 from wedlm_jax.serve.service import Service
 
 SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
+LONG = 1.0  # seconds of compiling that the log tells of
 KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 
 
@@ -77,6 +80,7 @@ def serve(args: Serve) -> None:
             server.shutdown()
 
         server.service = Service(engine, args.name or args.model, args.decode, broken=end)
+        tell_what_is_waited_for()
         say("compiling")
         engine.submit([0] * (SMALLEST_CONTEXT - 1), dataclasses.replace(args.decode, max_new_tokens=1)).result()
         say(
@@ -99,6 +103,26 @@ def serve(args: Serve) -> None:
     if not answered:
         say("ended before every answer was sent")
         os._exit(status)  # Python's own end would abort in a thread that takes a step or scores a prompt
+
+
+class EngineLog(logging.Handler):
+    """What an engine logs, such as caches that it takes, as lines of the server's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(record.getMessage())
+
+
+def tell_what_is_waited_for() -> None:
+    """From here on the log tells why requests wait: for the cache of the first of a kind, or while a program was compiled."""
+
+    def compiled(event: str, duration_secs: float, **about: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration" and duration_secs >= LONG:
+            say(f"compiled a program in {duration_secs:.1f} s")
+
+    jax.monitoring.register_event_duration_secs_listener(compiled)
+    of_engine = logging.getLogger("wedlm_jax.engine")
+    of_engine.setLevel(logging.INFO)
+    of_engine.addHandler(EngineLog())
 
 
 def key() -> str | None:
