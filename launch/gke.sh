@@ -11,7 +11,7 @@
 # WEDLM_GRACE_SECONDS (300) for a step, or some seconds of them, and a checkpoint.
 set -euo pipefail
 
-run=()
+run=() # expanded below as bash 3.2, that of macOS, needs it: there an empty array is unbound
 if [[ "${1:-}" == --dry-run ]]; then
   run=(echo)
   shift
@@ -23,7 +23,7 @@ fi
 workload=$1 cluster=$2 zone=$3 tpu_type=$4 image=$5
 shift 6
 
-"${run[@]}" xpk workload create --workload="$workload" --cluster="$cluster" --zone="$zone" --tpu-type="$tpu_type" \
+${run[@]+"${run[@]}"} xpk workload create --workload="$workload" --cluster="$cluster" --zone="$zone" --tpu-type="$tpu_type" \
   --docker-image="$image" --max-restarts="${WEDLM_RESTARTS:-10}" --restart-on-exit-codes=1,75 \
   --termination-grace-period-seconds="${WEDLM_GRACE_SECONDS:-300}" \
   --command="python3 -m wedlm_jax.train$(printf ' %q' "$@")"

@@ -24,10 +24,17 @@ if (($# == 0)); then
   exit 2
 fi
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
-command=("${PYTHON:-python3}" -m wedlm_jax.train "$@")
+python=${PYTHON:-python3}
+command=("$python" -m wedlm_jax.train "$@")
 if $dry; then
   echo "${command[@]}"
   exit
+fi
+# A second try does not mend this, and its status would not tell it from a death.
+if ! tried=$("$python" -c 'import jax, wedlm_jax' 2>&1); then
+  echo "error: $python cannot import wedlm_jax (${tried##*$'\n'}); activate the environment in which it is installed," \
+    "or name its Python: PYTHON=/path/to/python" >&2
+  exit 2
 fi
 
 interrupted=false

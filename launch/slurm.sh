@@ -18,7 +18,7 @@
 # each task takes the GPU of its local number. Slurm requeues a preempted job; a job that ended because a process died is requeued here.
 set -euo pipefail
 
-run=()
+run=() # expanded below as bash 3.2, that of macOS, needs it: there an empty array is unbound
 if [[ "${1:-}" == --dry-run ]]; then
   run=(echo)
   shift
@@ -28,13 +28,19 @@ if (($# == 0)); then
   exit 2
 fi
 
+# A second try does not mend this, and its status would not tell it from a death.
+if ((${#run[@]} == 0)) && ! tried=$(python3 -c 'import jax, wedlm_jax' 2>&1); then
+  echo "error: python3 cannot import wedlm_jax (${tried##*$'\n'}); activate the environment in which it is installed" >&2
+  exit 2
+fi
+
 # Since Slurm 22.05 srun does not take the CPUs of a task over from sbatch by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
 
 # A process that ends ends the others, and where it was bad input all have its status. With --kill-on-bad-exit=1 srun would end
 # them before, and its own status be that of the signal.
 status=0
-"${run[@]}" srun --kill-on-bad-exit=0 python3 -m wedlm_jax.train "$@" || status=$?
+${run[@]+"${run[@]}"} srun --kill-on-bad-exit=0 python3 -m wedlm_jax.train "$@" || status=$?
 # 2 is bad input, which a second try does not mend.
 if ((status != 0 && status != 2)) && [[ -n "${SLURM_JOB_ID:-}" && "${SLURM_RESTART_COUNT:-0}" -lt "${WEDLM_RESTARTS:-10}" ]]; then
   scontrol requeue "$SLURM_JOB_ID"

@@ -8,11 +8,11 @@
 # the TPU's metadata. After a preemption, or where a worker died, run the same line again: the run goes on from its last
 # checkpoint, which all workers must be able to read (a shared disk, or a bucket mounted with gcsfuse).
 #
-# The files that git tracks, as they are now, and a virtual environment take the place of what was in ~/wedlm_jax_launch of every
-# worker. Its Python is the newest of 3.11 to 3.13 there, or the one that WEDLM_PYTHON names.
+# The files that git tracks in this clone, or in the one that WEDLM_SOURCE names, as they are now, and a virtual environment take the
+# place of what was in ~/wedlm_jax_launch of every worker. Its Python is the newest of 3.11 to 3.13 there, or the one that WEDLM_PYTHON names.
 set -euo pipefail
 
-run=()
+run=() # expanded below as bash 3.2, that of macOS, needs it: there an empty array is unbound
 if [[ "${1:-}" == --dry-run ]]; then
   run=(echo)
   shift
@@ -39,11 +39,15 @@ command="$home/venv/bin/python3 -m wedlm_jax.train$(printf ' %q' "$@")"
 
 commit=HEAD
 if ((${#run[@]} == 0)); then
+  if ! tried=$(git -C "$source" rev-parse --verify HEAD 2>&1); then
+    echo "error: $source is no git clone (${tried%%$'\n'*}); clone the repository, or name a clone of it: WEDLM_SOURCE=DIR" >&2
+    exit 2
+  fi
   git -C "$source" update-index -q --refresh || true # stash fails where files were touched but hold what they held
   changed=$(git -C "$source" stash create) # a commit of the tracked files as they are; empty where none was changed
   commit=${changed:-HEAD}
 fi
-"${run[@]}" git -C "$source" archive --output="$sent/$home.tar.gz" "$commit"
-"${run[@]}" gcloud compute tpus tpu-vm scp --worker=all --zone="$zone" "$sent/$home.tar.gz" "$name:"
-"${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$install"
-"${run[@]}" gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$command"
+${run[@]+"${run[@]}"} git -C "$source" archive --output="$sent/$home.tar.gz" "$commit"
+${run[@]+"${run[@]}"} gcloud compute tpus tpu-vm scp --worker=all --zone="$zone" "$sent/$home.tar.gz" "$name:"
+${run[@]+"${run[@]}"} gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$install"
+${run[@]+"${run[@]}"} gcloud compute tpus tpu-vm ssh "$name" --zone="$zone" --worker=all --command="$command"

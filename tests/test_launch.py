@@ -43,6 +43,15 @@ def test_every_script_parses(script):
     subprocess.run(["bash", "-n", str(LAUNCH / script)], check=True)
 
 
+@pytest.mark.parametrize("script", sorted(path.name for path in LAUNCH.glob("*.sh")))
+def test_no_script_expands_an_empty_array_as_bash_3_2_refuses_it(script):
+    """Under -u, as macOS runs them: there an empty array is unbound."""
+    text = (LAUNCH / script).read_text()
+    for name in re.findall(r"^(\w+)=\(\)", text, flags=re.MULTILINE):
+        plain, guarded = f'"${{{name}[@]}}"', f'${{{name}[@]+"${{{name}[@]}}"}}'
+        assert 0 < text.count(plain) == text.count(guarded)
+
+
 @pytest.mark.parametrize("script", DRY)
 def test_a_dry_run_shows_the_command_with_every_flag(script):
     done = run(script, "--dry-run", *DRY[script])
@@ -89,8 +98,8 @@ def test_the_readme_names_every_script():
 
 
 def fake_python(folder: Path, *lines: str) -> Path:
-    """Notes its arguments in `folder`/runs before it does what `lines` say."""
-    program(folder / "python", "\n".join([f'echo "$@" >> {folder}/runs', *lines]))
+    """Has wedlm_jax, and notes its arguments in `folder`/runs before it does what `lines` say."""
+    program(folder / "python", "\n".join(["[[ $1 != -c ]] || exit 0", f'echo "$@" >> {folder}/runs', *lines]))
     return folder / "python"
 
 
@@ -148,6 +157,7 @@ def test_gke_starts_again_after_a_run_that_was_told_to_end_and_gives_it_time_to_
 
 
 def test_a_slurm_task_has_the_cpus_that_sbatch_was_asked_for(tmp_path):
+    program(tmp_path / "python3", "")
     program(tmp_path / "srun", 'echo "$SRUN_CPUS_PER_TASK"')
     path = f"{tmp_path}:/usr/bin:/bin"
     assert run("slurm.sh", *TRAIN, PATH=path, SLURM_CPUS_PER_TASK="12").stdout == "12\n"
@@ -157,11 +167,25 @@ def test_a_slurm_task_has_the_cpus_that_sbatch_was_asked_for(tmp_path):
 @pytest.mark.parametrize(("status", "requeued"), [(2, False), (75, True)])
 def test_a_slurm_job_is_queued_again_but_not_after_bad_input(tmp_path, status, requeued):
     """srun that kills the other tasks when the first ends has the status of its signal, whatever that of the first was."""
+    program(tmp_path / "python3", "")
     program(tmp_path / "srun", f'[[ "$*" == *--kill-on-bad-exit=0* ]] || exit 143; exit {status}')
     program(tmp_path / "scontrol", f'echo "$@" > {tmp_path}/told')
     done = run("slurm.sh", *TRAIN, PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7")
     assert done.returncode == status
     assert (tmp_path / "told").is_file() == requeued
+
+
+@pytest.mark.parametrize("script", ["gpu.sh", "slurm.sh"])
+def test_a_python_without_the_package_is_told_once_and_not_tried_again(tmp_path, script):
+    program(tmp_path / "python3", "echo Traceback >&2; echo \"ModuleNotFoundError: No module named 'jax'\" >&2; exit 1")
+    for other in ("srun", "scontrol"):
+        program(tmp_path / other, f"touch {tmp_path}/told")
+    done = run(script, *TRAIN, PATH=f"{tmp_path}:/usr/bin:/bin", SLURM_JOB_ID="7", WEDLM_RESTART_SECONDS="0")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and not (tmp_path / "told").exists()
+    assert line.startswith(
+        "error: python3 cannot import wedlm_jax (ModuleNotFoundError: No module named 'jax'); activate"
+    )
 
 
 def program(path: Path, script: str) -> None:
@@ -206,6 +230,17 @@ def test_a_tpu_worker_gets_the_tracked_files_as_they_are_each_time(worker):
         "-m pip install --quiet ./wedlm_jax_launch/source[tpu]",
         "-m wedlm_jax.train --exp sft --workdir /shared/run 1 data.path=chat.jsonl",
     ]
+
+
+def test_a_folder_that_is_no_clone_is_not_sent(worker, tmp_path):
+    """A downloaded zip: git tracks no file of it."""
+    _, _, environment = worker
+    (tmp_path / "zip").mkdir()
+    environment |= {"WEDLM_SOURCE": str(tmp_path / "zip"), "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], **environment)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == ""
+    assert line.startswith(f"error: {tmp_path}/zip is no git clone (fatal: ") and line.endswith("WEDLM_SOURCE=DIR")
 
 
 def test_a_tpu_worker_without_the_named_python_says_so_and_how_to_mend_it(worker):
