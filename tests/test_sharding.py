@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import FULL
 from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
 from wedlm_jax import train_step
+from wedlm_jax.absent_devices import devices
 from wedlm_jax.errors import UserError
 from wedlm_jax.model import kept_blocks
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, mesh_of_first, row_shares
@@ -136,6 +137,14 @@ def test_kv_heads_fewer_than_the_tensor_axis_stay_whole():
     kernel, queries = params["layers.attention.k_proj.kernel"], params["layers.attention.q_proj.kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (2, 8, 2, 8)
     assert queries.sharding.shard_shape(queries.shape) == (2, 8, 1, 8)
+
+
+@pytest.mark.parametrize("topology", ["v6e:4x4", "v5p:2x2x4", "v5e:4x4"])
+@pytest.mark.parametrize("sizes", [(1, -1, 2), (2, -1, 1), (1, -1, 1), (1, 2, 8)])
+def test_the_axes_of_a_mesh_need_not_be_those_of_a_slice(topology, sizes):
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -r requirements-tpu.txt")
+    mesh = make_mesh(MeshConfig(*sizes), devices(topology))
+    assert mesh.size == 16 and len({device.id for device in mesh.devices.flat}) == 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mesh_utils import create_hybrid_device_mesh
+from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from wedlm_jax.errors import UserError
@@ -74,7 +74,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     names, types = tuple(sizes), (AxisType.Auto,) * len(shape)
     slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) == 1:
-        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+        # Not `jax.make_mesh`, which on most TPUs has no mesh whose axes are others than the slice's own, such as 8 x 2 of 4 x 4.
+        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), names, axis_types=types)
     if len(set(slices.values())) > 1:
         raise UserError(
             f"mesh: the slices (nodes) have {', '.join(map(str, slices.values()))} devices; start as many on each of them"
