@@ -96,6 +96,15 @@ def test_a_workdir_without_checkpoint_says_so(saved, tmp_path):
         load_params(workdir)
 
 
+def test_a_checkpoint_that_was_renamed_is_none(saved, tmp_path):
+    workdir = copy_of(saved, tmp_path)
+    for step in (2, 3):
+        (workdir / "checkpoints" / str(step)).rename(workdir / "checkpoints" / f"old_{step}")
+    assert saved_steps(workdir) == []
+    with pytest.raises(UserError, match="checkpoints: the checkpoints that were there are gone; remove .* to start"):
+        restore(workdir)
+
+
 def test_a_folder_that_is_no_workdir_says_so(tmp_path):
     with pytest.raises(UserError, match="it has no model.json"):
         load_params(tmp_path)

@@ -120,15 +120,15 @@ class Checkpoints:
 
     def restore(
         self, abstract: TrainState, frozen: Mapping[str, jax.Array] | None = None
-    ) -> tuple[int, TrainState, dict[str, Any]] | None:
+    ) -> tuple[int, TrainState, dict[str, Any]]:
         """The newest checkpoint that can be read: its step, the state placed as `abstract` says, the data iterator's state.
 
         `frozen` is the base of an adapter, which no checkpoint holds: it never changes, and is read where it came from.
 
-        A newer one that cannot be read is told in a line on stderr. None where there is no checkpoint.
+        A newer one that cannot be read is told in a line on stderr.
 
         Raises:
-          UserError: there are checkpoints and none can be read: they are damaged or of another model.
+          UserError: there are none, or none can be read: they are damaged or of another model.
         """
         steps = sorted(self._manager.all_steps(), reverse=True)
         failures: list[UserError] = []
@@ -146,9 +146,8 @@ class Checkpoints:
                 print(f"warning: {failed}; going on from step {step}", file=sys.stderr)
             state = TrainState(params=restored["params"], **restored["training"], frozen=dict(frozen or {}))
             return step, state, restored["data"]
-        if failures:
-            raise UserError(f"{failures[0]}; remove {self._folder} to start from the beginning")
-        return None
+        why = failures[0] if failures else f"{self._folder}: the checkpoints that were there are gone"
+        raise UserError(f"{why}; remove {self._folder} to start from the beginning")
 
     def _read(self, step: int, abstract: TrainState) -> Any:
         args = ocp.args.Composite(
@@ -297,9 +296,10 @@ def _best_step(workdir: str | Path) -> int | None:
 
 
 def saved_steps(workdir: str | Path) -> list[int]:
-    """The steps of a workdir's complete checkpoints, ascending."""
+    """The steps of a workdir's complete checkpoints, ascending. Folders of other names, such as old_500, are none."""
     folder = Path(workdir).absolute() / _FOLDER
-    return sorted(ocp.utils.checkpoint_steps(folder)) if folder.is_dir() else []
+    found = ocp.utils.checkpoint_steps_paths(folder) if folder.is_dir() else []
+    return sorted(int(path.name) for path in found if path.name.isdigit())
 
 
 def _training(state: TrainState) -> dict[str, Any]:
