@@ -58,7 +58,7 @@ def seen(monkeypatch):
 
     def init(**arguments):
         seen["wandb"] = arguments["project"]
-        return types.SimpleNamespace(log=lambda numbers, step: None, finish=lambda: None)
+        return types.SimpleNamespace(log=lambda numbers, step: None, finish=lambda exit_code: None)
 
     save = Checkpoints.save
     monkeypatch.setattr(

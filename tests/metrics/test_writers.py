@@ -153,8 +153,8 @@ def calls(monkeypatch):
         def log(self, numbers, step):
             calls.append((step, numbers))
 
-        def finish(self):
-            calls.append("finished")
+        def finish(self, exit_code):
+            calls.append(f"finished with {exit_code}")
 
     def init(**arguments):
         calls.append(arguments)
@@ -170,7 +170,25 @@ def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_pa
             writer.write(step, {"loss": 0.5, "mlm_loss": None})
     first, second = calls[0], calls[3]
     assert first == second and first["project"] == "mine" and first["name"] == "run" and first["resume"] == "allow"
-    assert calls[1:3] == [(1, {"loss": 0.5}), "finished"]
+    assert calls[1:3] == [(1, {"loss": 0.5}), "finished with 0"]
+
+
+def test_a_run_that_ends_by_an_error_is_no_finished_one_at_weights_and_biases(tmp_path, calls):
+    with pytest.raises(KeyError), MetricsWriter(tmp_path, start_step=0, wandb="mine"):
+        raise KeyError
+    assert calls[-1] == "finished with 1"
+
+
+def test_weights_and_biases_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch):
+    def init(**arguments):
+        raise RuntimeError("No API key configured.\nUse `wandb login`")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(
+        UserError, match="^train.wandb=mine: No API key configured. Use .*; run wandb login, or set"
+    ) as told:
+        MetricsWriter(tmp_path, start_step=0, wandb="mine")
+    assert "\n" not in str(told.value)
 
 
 def wandb_id(workdir, calls):

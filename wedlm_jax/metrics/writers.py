@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from wedlm_jax.errors import UserError, writing
+from wedlm_jax.errors import UserError, reason, writing
 from wedlm_jax.results import replacing
 
 FILE = "metrics.jsonl"
@@ -108,7 +108,7 @@ class MetricsWriter:
       config: of the run there.
 
     Raises:
-      UserError: a file cannot be written, or `wandb` is asked for and not installed.
+      UserError: a file cannot be written, or `wandb` is asked for and not installed or not to be reached.
     """
 
     def __init__(
@@ -143,12 +143,12 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, *exception: object) -> None:
         for sink in (self._lines, self._samples, self._tensorboard):
             if sink is not None:
                 sink.close()
         if self._wandb is not None:
-            self._wandb.finish()
+            self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
@@ -209,9 +209,15 @@ def require_wandb(project: str) -> Any:
 
 def _wandb(project: str, name: str | None, workdir: Path, config: Mapping[str, Any] | None) -> Any:
     wandb = require_wandb(project)
-    return wandb.init(
-        project=project, name=name, id=_wandb_id(workdir), resume="allow", dir=str(workdir), config=dict(config or {})
-    )
+    run_id = _wandb_id(workdir)
+    try:
+        return wandb.init(
+            project=project, name=name, id=run_id, resume="allow", dir=str(workdir), config=dict(config or {})
+        )
+    except Exception as error:  # of several types: no key, no network, no such entity
+        raise UserError(
+            f"train.wandb={project}: {reason(error)}; run wandb login, or set WANDB_MODE=offline or train.wandb=none"
+        ) from error
 
 
 def _wandb_id(workdir: Path) -> str:
