@@ -272,6 +272,7 @@ def test_nothing_of_the_frozen_part_is_kept_for_the_backward_pass(monkeypatch):
         ({"reorder": False}, "objective.reorder=False"),
         ({"fully_masked": 0.7, "suffix_masked": 0.7}, "together they can be 1 at most"),
         ({"distill_temperature": 0.0}, "distill_temperature=0.0 must be above 0"),
+        ({"distill_temperature": 2.0}, "distill_temperature=2.0 is read with objective.targets=distill alone"),
     ],
 )
 def test_what_has_no_gradient_is_refused(fields, message):

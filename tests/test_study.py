@@ -99,6 +99,13 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
         refuse_unfit_path(slug)
 
 
+def test_the_folder_of_a_stage_with_long_overrides_has_a_name_that_file_systems_take():
+    override = "data.mixture=" + ", ".join(f"größer{number}" for number in range(40))
+    one, other = (Stage("base", (override + end,)).slug for end in ("a", "b"))
+    assert one != other and one.startswith("base+data.mixture=größer0") and len(one.encode()) <= 100
+    assert Stage("base", ("train.steps=1",)).slug == "base+train.steps=1"
+
+
 def test_stages_that_would_share_a_folder_are_refused():
     arms = {label: (Stage("x", (f"data.path={path}",)),) for label, path in (("one", "a/b"), ("other", "a_b"))}
     with pytest.raises(
@@ -123,6 +130,15 @@ def test_the_summary_holds_each_seeds_value_by_arm_and_measure(tmp_path):
     }
     assert json.loads((tmp_path / "results.json").read_text()) == summary
     assert (tmp_path / "results.png").stat().st_size > 10_000
+
+
+def test_brackets_in_names_are_shown(tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    measures = (dataclasses.replace(STUDY.measures[0], label="tokens [per forward]"),)
+    arms = {f"{arm} [best]": stages for arm, stages in STUDY.arms.items()}
+    run_study(dataclasses.replace(STUDY, name="s[1]", arms=arms, measures=measures), tmp_path, Commands(), console)
+    text = console.file.getvalue()
+    assert text.count("J = 8 [best]") == 3 and "s[1]: mean" in text and "tokens [per forward]" in text
 
 
 @pytest.mark.parametrize(("seeds", "cell"), [((3,), "3.000 "), ((3, 5), "4.000 (3.000 to 5.000)")])
@@ -189,8 +205,22 @@ def test_an_evaluation_without_the_measured_number_is_named(tmp_path):
             folder.mkdir(parents=True)
             (folder / "results.json").write_text('{"rows": []}')
 
-    with pytest.raises(UserError, match=r"3/base__adapted/evaluation/results.json: holds no accuracy; remove it"):
+    with pytest.raises(
+        UserError, match=r"3/base__adapted/evaluation/results.json: holds no row of .* \(none\); name one of"
+    ):
         run_study(STUDY, tmp_path, evaluates_to_nothing, QUIET)
+
+
+def test_a_measure_of_a_row_or_field_that_no_evaluation_has_is_named():
+    rows = [{"task": "counting", "label": "streaming, tau=0.4", "accuracy": 1.0}]
+    other = Measure("exact", "accuracy", "counting", "streaming, tau=0.40")
+    with pytest.raises(
+        UserError,
+        match=r"r.json: holds no row of counting by 'streaming, tau=0.40' for exact \(counting by streaming, tau=0.4\); name",
+    ):
+        other.read({"rows": rows}, Path("r.json"))
+    with pytest.raises(UserError, match="r.json: holds no bits; remove it, and the study evaluates again"):
+        Measure("bits", "bits", "counting", "streaming, tau=0.4").read({"rows": rows}, Path("r.json"))
 
 
 def test_an_evaluation_that_was_cut_off_is_named_and_can_be_made_again(tmp_path):
@@ -230,7 +260,7 @@ def test_a_difference_is_the_decoders_number_minus_the_other_rows():
     for missing in ("base", "adapted"):
         rest = {"base": 0.75, "adapted": 0.5, "other": 9.0}
         del rest[missing]
-        with pytest.raises(UserError, match="x: holds no gain; remove it"):
+        with pytest.raises(UserError, match="x: holds no row of sums by .* for gain .*; name one of these"):
             difference.read(results_of(**rest), Path("x"))
 
 

@@ -53,6 +53,11 @@ class ObjectiveConfig:
             )
         if not 0 < self.distill_temperature < float("inf"):
             raise UserError(f"objective.distill_temperature={self.distill_temperature} must be above 0 and finite")
+        if self.distill_temperature != 1 and self.targets != "distill":
+            raise UserError(
+                f"objective.distill_temperature={self.distill_temperature} is read with objective.targets=distill alone; "
+                "set that, or leave it out"
+            )
 
     def check_adapter(self, adapter: AdapterConfig | None) -> None:
         """Raises a `UserError` where this cannot be learned by this adapter."""

@@ -180,9 +180,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     validation = None
     if config.eval_every:
         if config.eval_samples and jax.process_count() > 1:
-            say(
-                f"{experiment.name}: held-out losses, but no completions (train.eval_samples): these take a single process"
-            )
+            say(f"{experiment.name}: held-out losses alone; completions (train.eval_samples) take a single process")
         validation = Validation(
             experiment.data, experiment.evaluation, settings, tokenizer, model_file.eos_token_ids, mesh,
             rows=config.batch_size, num_batches=config.eval_batches, num_samples=config.eval_samples,
@@ -331,8 +329,9 @@ def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:
     """Stops a run whose updates are no longer finite; what was saved while they were is kept."""
     if numbers["skipped_in_row"] >= config.max_skipped_in_row:
         raise UserError(
-            f"the loss or gradient was not finite {numbers['skipped_in_row']} times in a row, so the run is stopped; "
-            "no such update was applied, and the checkpoints are kept; lower optimizer.learning_rate or look at the data"
+            f"the loss or gradient was not finite {numbers['skipped_in_row']} times in a row, so the run is stopped; no such "
+            "update was applied, and the checkpoints are kept; look at the data, or lower optimizer.learning_rate in another "
+            "--workdir, where model.path=WORKDIR goes on from these weights"
         )
 
 

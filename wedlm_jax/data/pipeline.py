@@ -250,7 +250,8 @@ def batches(
     if config.num_groups % process_count:
         raise UserError(
             f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
-            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}"
+            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}; a run that has "
+            "begun keeps its groups, so start that in fewer processes, or go on from its weights in another --workdir"
         )
     if batch_size % config.num_groups:
         raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import re
 import statistics
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from wedlm_jax.errors import UserError
+
+_LONGEST_NAME = 100  # bytes of a stage's: a file system has names of 255 at most, and arms of two stages have both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,11 @@ class Stage:
     def slug(self) -> str:
         """The name of a folder, which names no checkpoint of another one as `runs/base@best` does, and is no
         pattern."""
-        return re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
+        name = re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
+        if len(name.encode()) <= _LONGEST_NAME:
+            return name
+        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+        return f"{name.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}+{digest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +92,10 @@ def _field(
     """A field of the row of `task` and `decoder`, or of the results themselves where there is no task."""
     rows = [results] if task is None else results["rows"]
     found = [row for row in rows if task is None or (row["task"], row["label"]) == (task, decoder)]
-    if not found or found[0].get(name) is None:
+    if not found:
+        held = ", ".join(f"{row['task']} by {row['label']}" for row in rows) or "none"
+        raise UserError(f"{source}: holds no row of {task} by {decoder!r} for {label} ({held}); name one of these")
+    if found[0].get(name) is None:
         raise UserError(f"{source}: holds no {label}; remove it, and the study evaluates again")
     return found[0][name]
 

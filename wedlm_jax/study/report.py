@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from wedlm_jax.results import put_title
@@ -17,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def as_table(study: Study, values: Mapping[str, Mapping[str, list[float]]]) -> Table:
-    table = Table(title=f"{study.name}: mean of the training seeds (n = {len(study.seeds)}), and their range")
+    table = Table(title=f"{escape(study.name)}: mean of the training seeds (n = {len(study.seeds)}), and their range")
     table.add_column("arm")
     for measure in study.measures:
-        table.add_column(measure.label, justify="right")
+        table.add_column(escape(measure.label), justify="right")
     for arm, by_measure in values.items():
         cells = [by_measure[measure.label] for measure in study.measures]
-        table.add_row(arm, *map(_mean_and_range, cells))
+        table.add_row(escape(arm), *map(_mean_and_range, cells))
     return table
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError
@@ -47,7 +48,7 @@ def run_study(
     trained: set[Path] = set()
     for seed in study.seeds:
         for arm, stages in study.arms.items():
-            console.rule(f"{study.name}: {arm}, seed {seed}")
+            console.rule(escape(f"{study.name}: {arm}, seed {seed}"))
             chain: list[str] = []
             before: Path | None = None
             for stage in stages:
