@@ -147,6 +147,14 @@ def test_the_axes_of_a_mesh_need_not_be_those_of_a_slice(topology, sizes):
     assert mesh.size == 16 and len({device.id for device in mesh.devices.flat}) == 16
 
 
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_mesh_may_be_of_chips_that_are_no_box_of_a_slice(count):
+    """As the first devices may be, over which a model of 12 heads is decoded."""
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install -r requirements-tpu.txt")
+    mesh = make_mesh(MeshConfig(data=1, tensor=count), devices("v5p:2x2x2")[:count])
+    assert len({device.id for device in mesh.devices.flat}) == count
+
+
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """As much of a `jax.Device` as a mesh takes."""

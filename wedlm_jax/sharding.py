@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mesh_utils import create_device_mesh, create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -74,8 +75,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     names, types = tuple(sizes), (AxisType.Auto,) * len(shape)
     slices = collections.Counter(getattr(device, "slice_index", 0) for device in devices)
     if len(slices) == 1:
-        # Not `jax.make_mesh`, which on most TPUs has no mesh whose axes are others than the slice's own, such as 8 x 2 of 4 x 4.
-        return Mesh(create_device_mesh(shape, devices, allow_split_physical_axes=True), names, axis_types=types)
+        return Mesh(_of_one_slice(shape, devices), names, axis_types=types)
     if len(set(slices.values())) > 1:
         raise UserError(
             f"mesh: the slices (nodes) have {', '.join(map(str, slices.values()))} devices; start as many on each of them"
@@ -88,6 +88,14 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     return Mesh(
         create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True), names, axis_types=types
     )
+
+
+def _of_one_slice(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """Not by `jax.make_mesh`, which on most TPUs knows no mesh whose axes are others than the slice's own, as 8 x 2 of 4 x 4."""
+    try:
+        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except AssertionError:  # some chips of a TPU that are no box, such as 3 of 2 x 2: any order is as good
+        return np.array(devices).reshape(shape)
 
 
 ONE_DEVICE = MeshConfig(data=1)
