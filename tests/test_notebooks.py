@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import wedlm_jax
 from tests.conftest import FULL
 from tests.evals.models import tiny_model
 from wedlm_jax import save
@@ -20,7 +21,8 @@ FOLDER = Path(__file__).parents[1] / "launch" / "notebooks"
 TINY = {"CONVERSATIONS": 60, "STEPS": 2, "ROWS": 8, "ROW_LENGTH": 128, "NEW_TOKENS": 4}
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 
 
@@ -84,6 +86,18 @@ def test_every_cell_of_the_colab_notebook_runs(run, tmp_path, capsys):
     assert pictures[0].startswith(b"\x89PNG")
     assert (tmp_path / "export" / "model.safetensors").is_file()
     assert re.search(r"verified: \d", capsys.readouterr().out)
+
+
+def test_the_adapter_notebook_decodes_without_thinking_as_it_learned(monkeypatch):
+    """Of a Qwen3 that thinks, the base and the adapter would be set to write what the adapter never saw."""
+    loaded = []
+    stats = types.SimpleNamespace(tokens_per_forward=1.0)
+    completion = types.SimpleNamespace(stats=stats, ids=[1], text="8")
+    monkeypatch.setattr(wedlm_jax, "load", lambda path, **flags: loaded.append(flags))
+    monkeypatch.setattr(wedlm_jax, "generate", lambda *_: [completion])
+    (cell,) = [cell for cell in code_cells("adapter.ipynb") if "wedlm_jax.load" in "".join(cell["source"])]
+    exec("".join(cell["source"]), {"MODEL": "base", "NEW_TOKENS": 4})
+    assert [flags["chat_template_kwargs"] for flags in loaded] == [{"enable_thinking": False}] * 2
 
 
 @pytest.mark.skipif(not FULL, reason="trains as test_adapter_training.py does; launch/test.sh --full")
