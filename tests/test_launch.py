@@ -97,6 +97,14 @@ def test_the_readme_names_every_script():
         assert f"`{script.name}`" in text, script.name
 
 
+def test_hooks_run_the_tools_that_the_setup_installs_from_any_shell():
+    root = LAUNCH.parent
+    entries = re.findall(r"entry: ([^\s,]+)", (root / ".pre-commit-config.yaml").read_text())
+    pinned = re.findall(r"^([\w-]+)==", (root / "requirements.txt").read_text(), flags=re.MULTILINE)
+    assert entries and {entry.removeprefix(".venv/bin/") for entry in entries} <= {*pinned}
+    assert all(entry.startswith(".venv/bin/") for entry in entries)
+
+
 def fake_python(folder: Path, *lines: str) -> Path:
     """Has wedlm_jax, and notes its arguments in `folder`/runs before it does what `lines` say."""
     program(folder / "python", "\n".join(["[[ $1 != -c ]] || exit 0", f'echo "$@" >> {folder}/runs', *lines]))
