@@ -1,5 +1,6 @@
 """What a decode step of a request costs beside rows that have finished and still hold a long context, for prefix reuse.
 
+    python -m benchmarks.random_model runs/34m --shape 34m --tokenizer runs/quickstart
     python -m benchmarks.idle_rows --model runs/34m
 
 Two engines take turns with the same request: one that ran nothing else, and one whose other rows hold `held` tokens each.
@@ -26,8 +27,8 @@ from wedlm_jax.evals.row_cost import median_ratio
 class Flags:
     model: Annotated[str, tyro.conf.arg(metavar="DIR")]
     decoders: tuple[Decoder, ...] = ("ar", "verified")
-    held: int = 4000
-    """Tokens in each of the other rows, with 32 to spare in the model's context."""
+    held: int = 2000
+    """Tokens in each of the other rows, with 32 to spare in the model's context (of `random_model` 2048)."""
     rows: int = 4
     tokens: int = 128
     """To return."""

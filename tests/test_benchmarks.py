@@ -16,6 +16,7 @@ from benchmarks import (
     idle_rows,
     prompt_file,
     quickstart_seeds,
+    random_model,
     sampling,
     serving,
     shapes,
@@ -160,6 +161,10 @@ def test_idle_rows_times_the_same_request_beside_rows_that_hold_something_and_ro
     ]
     assert [row[0] for row in rows] == ["ar", "verified"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+def test_idle_rows_fits_the_context_of_the_model_that_it_says_to_make():
+    assert idle_rows.Flags("").held + 32 <= random_model.Flags("", "").context
 
 
 def test_prompt_file_completes_the_same_prompts_both_ways(tmp_path, monkeypatch, capsys):
