@@ -19,6 +19,7 @@ import wedlm_jax
 from wedlm_jax import train
 from wedlm_jax.chat.__main__ import Chat
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.evaluate import Evaluate
 from wedlm_jax.flags import TextFlag, parse
 from wedlm_jax.generate.__main__ import Generate
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
@@ -109,20 +110,31 @@ def test_what_is_no_flag_may_stand_anywhere(args):
 class Inner:
     ban_mask: bool = True
     size: int = 1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Nested:
     overrides: tyro.conf.Positional[tuple[str, ...]] = ()
     task: str | None = None
+    limits: tuple[float, ...] = ()
     inner: Annotated[Inner, tyro.conf.arg(name="")] = Inner()
 
 
 @pytest.mark.parametrize(("flag", "banned"), [("--no-ban-mask", False), ("--ban-mask", True)])
 def test_a_boolean_of_a_nested_config_takes_no_value_from_behind_it(flag, banned):
-    expected = Nested(("a=1",), "counting", Inner(banned, 2))
+    expected = Nested(("a=1",), "counting", inner=Inner(banned, 2))
     assert parse(Nested, prog="command", args=[flag, "--task", "counting", "a=1", "--size", "2"]) == expected
     assert parse(Nested, prog="command", args=["--size", "2", "--task", "counting", flag, "a=1"]) == expected
+
+
+def test_all_that_follows_a_list_flag_up_to_the_next_flag_belongs_to_it():
+    args = ["a=1", "--stop", "A", "B", "--limits", "-1", "2", "--task", "counting", "b=2", "--stop_ids", "3", "4"]
+    expected = Nested(("a=1", "b=2"), "counting", (-1, 2), Inner(stop=("A", "B"), stop_ids=(3, 4)))
+    assert parse(Nested, prog="command", args=args) == expected
+    read = parse(Evaluate, prog="evaluate", args=["--model", "DIR", "--stop", "A", "B"])
+    assert (read.overrides, read.decode.stop) == ((), ("A", "B"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -184,26 +185,32 @@ def _positional_first(flags: type, arguments: list[str]) -> list[str]:
     kinds = get_type_hints(flags, include_extras=True)
     if not any(tyro.conf.Positional in getattr(kind, "__metadata__", ()) for kind in kinds.values()):
         return arguments
-    alone = {"--help", *_valueless(flags)}
+    counts = dict(_value_counts(flags))
     positional, flagged = [], []
-    left = iter(arguments)
-    for argument in left:
-        if not argument.startswith("-"):
+    room = 0.0  # for values of the flag before
+    for argument in arguments:
+        if argument.startswith("--"):
+            room = 0 if "=" in argument else counts.get(argument.replace("_", "-"), 1)
+            flagged.append(argument)
+        elif room or argument.startswith("-"):
+            room = max(room - 1, 0)
+            flagged.append(argument)
+        else:
             positional.append(argument)
-            continue
-        flagged.append(argument)
-        if argument.startswith("--") and "=" not in argument and argument.replace("_", "-") not in alone:
-            flagged += itertools.islice(left, 1)  # its value
     return positional + flagged
 
 
-def _valueless(flags: type) -> Iterator[str]:
-    """The flags that no value follows: booleans, those of a nested config with them, which has no prefix here."""
+def _value_counts(flags: type) -> Iterator[tuple[str, float]]:
+    """How many values follow a flag where that is not one: none a boolean, any number a list. Those of a nested config with them,
+    which has no prefix here."""
+    yield "--help", 0
     for name, kind in get_type_hints(flags).items():
         if kind is bool:
-            yield from (_spelled(name), _spelled(f"no_{name}"))
+            yield from ((_spelled(name), 0), (_spelled(f"no_{name}"), 0))
+        elif any(get_origin(of) is tuple for of in (kind, *get_args(kind))):
+            yield _spelled(name), math.inf
         elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from _valueless(kind)
+            yield from _value_counts(kind)
 
 
 def _may_be_none(flag: str) -> bool:
