@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from wedlm_jax import DecodeConfig, Model
 from wedlm_jax.chat.conversation import Conversation
-from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.data.tokenizer import encode_behind
+from wedlm_jax.decode.prompts import Verbatim, encode_prompt
 from wedlm_jax.errors import UserError
 
+from ..data.tiny import sentencepiece
+from ..decode.models import TINY
 from ..decode.test_stream import TEXT, reciter, settings, tokenizer
 from ..engine.models import engine
 
@@ -79,6 +84,22 @@ def test_plain_turns_stand_below_each_other():
     assert tokenizer().decode(said.prompt("once")) == "once"
     said.add("once", answered(model, said.prompt("once")))
     assert tokenizer().decode(said.prompt("more")) == f"once{TEXT}\nmore"
+
+
+@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}</s>{% endfor %}"])
+def test_a_further_turn_of_sentencepiece_has_no_space_of_the_tokenizers_own(template):
+    spoken = copy.deepcopy(sentencepiece())
+    spoken.chat_template = template
+    model = Model(None, dataclasses.replace(TINY, vocab_size=len(spoken)), spoken)  # type: ignore[arg-type]
+    said = Conversation(model, plain=template is None)
+    first, reply = said.prompt("tea at ten"), "\na rare treat"
+    ids = encode_behind(spoken, "ten" if template is None else "</s>", reply, control_tokens=True)
+    request = SimpleNamespace(prompt=first, config=DecodeConfig(stop_ids=(spoken.eos_token_id,)))
+    said.add("tea at ten", SimpleNamespace(completion=SimpleNamespace(ids=ids, text=reply), request=request))
+    whole = "tea at ten\na rare treat\neat" if template is None else "tea at ten</s>\na rare treat</s>eat</s>"
+    assert said.prompt("eat") == encode_prompt(model, Verbatim(whole))
+    with pytest.raises(UserError, match="is half of a character"):
+        said.prompt("\ud83d")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Conversation:
         """Tokens of the whole dialogue with `said` as the user's next turn, up to where the answer begins."""
         text = self._prompt_text(said)
         if self._ids and text.startswith(self._text):
-            return [*self._ids, *encode_prompt(self._model, Verbatim(text[len(self._text) :]))]
+            return [*self._ids, *encode_prompt(self._model, Verbatim(text[len(self._text) :], self._text))]
         return encode_prompt(self._model, text)
 
     def add(self, said: str, answer: Ticket) -> None:

@@ -14,7 +14,7 @@ from wedlm_jax.data.chat import write_prompt
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables
 from wedlm_jax.data.messages import read_messages
 from wedlm_jax.data.records import BadRecord
-from wedlm_jax.data.tokenizer import begun, encode_with_control_tokens
+from wedlm_jax.data.tokenizer import begun, encode_behind
 from wedlm_jax.errors import UserError, shown
 from wedlm_jax.model.handle import Model
 
@@ -25,7 +25,14 @@ BESIDE_MESSAGES = ("tools", "chat_template_kwargs")
 
 
 class Verbatim(str):
-    """Text as it is: what a chat template wrote, which gave it a beginning, or what stands behind other text."""
+    """Text as it is: what a chat template wrote, which gave it a beginning, or what stands behind the text `before`."""
+
+    before: str
+
+    def __new__(cls, text: str, before: str = "") -> Verbatim:
+        verbatim = super().__new__(cls, text)
+        verbatim.before = before
+        return verbatim
 
 
 def encode_prompt(model: Model, prompt: Prompt, name: str = "prompt") -> list[int]:
@@ -79,7 +86,8 @@ def _encode(model: Model, text: str, name: str) -> list[int]:
         raise UserError(
             f"{name}: {text[error.start]!a} at character {error.start} is half of a character; write whole ones, in UTF-8"
         ) from error
-    return encode_with_control_tokens(_tokenizer(model, name), text)
+    before = text.before if isinstance(text, Verbatim) else ""
+    return encode_behind(_tokenizer(model, name), before, text, control_tokens=True)
 
 
 def _is_list(value: object) -> bool:
