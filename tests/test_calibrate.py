@@ -28,10 +28,12 @@ FLAGS = ("--max-new-tokens", "9", "--window-size", "4", "--batch-size", "8")
 
 @pytest.fixture
 def folder(tmp_path):
-    save(tiny_model(), tmp_path / "model")
+    """Its name reads as a style of rich's."""
+    folder = tmp_path / "[v2]"
+    save(tiny_model(), folder / "model")
     lines = [{"prompt": "Anna has 3 apples."}, {"prompt_ids": [5, 6, 7]}]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
 
 
 @pytest.fixture
@@ -60,7 +62,11 @@ def test_it_is_stored_beside_the_weights_and_used_and_named(call, folder, capsys
     call("--max-disagreement", "0.99")
     found = read_calibration(folder / "model")
     shown = capsys.readouterr().out
-    assert CALIBRATION_FILE in shown and found.window_size == 4 and found.max_disagreement == 0.99
+    assert (
+        f"{folder / 'model' / CALIBRATION_FILE}, for {folder / 'model'}: " in shown
+        and found.window_size == 4
+        and found.max_disagreement == 0.99
+    )
     assert found.entropy_threshold in THRESHOLDS and found.distance_penalty in PENALTIES
     model = load(folder / "model")
     assert model.calibration == found

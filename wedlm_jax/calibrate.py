@@ -76,7 +76,7 @@ def calibrate_windows(args: Calibrate, console: Console) -> MeasuredWindows:
     console.print(windows_as_table(WindowTable(costs, accepted, fed)))
     named = args.adapter or args.model
     file = write_measured_windows(_folder(named), measured, model)
-    console.print(f"{file}, for {named} on {device_name(model)}", highlight=False, soft_wrap=True)
+    console.print(f"{file}, for {named} on {device_name(model)}", highlight=False, soft_wrap=True, markup=False)
     return measured
 
 
@@ -115,7 +115,7 @@ def calibrate(args: Calibrate, console: Console) -> Calibration:
         )
     named = args.adapter or args.model
     file = write_calibration(_folder(named), chosen, model)
-    console.print(f"{file}, for {named}: {chosen.in_words()}", highlight=False, soft_wrap=True)
+    console.print(f"{file}, for {named}: {chosen.in_words()}", highlight=False, soft_wrap=True, markup=False)
     if 0 < chosen.tokens * args.max_disagreement < 1:
         print(
             f"note: {chosen.tokens} tokens are too few for --max-disagreement {args.max_disagreement:g}, which one that is not "
