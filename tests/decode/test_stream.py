@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 
 import pytest
 
@@ -86,6 +87,22 @@ def test_the_text_of_sentencepiece_has_its_first_space_and_grows_character_by_ch
         assert kept == {(): None, ("世",): 8, ("    ",): 1}[stop]
     reader = Model(None, None, sentencepiece())  # type: ignore[arg-type]
     assert completion(reader, config, ids[:kept], "length", Stats(0, 0, 0)).text == text
+
+
+@pytest.mark.parametrize("spoken", [sentencepiece, tokenizer], ids=["sentencepiece", "bytes"])
+def test_of_a_long_row_what_follows_a_whole_character_alone_is_decoded(spoken):
+    """However long it is: each run would else decode it all anew. Bytes at random are halves of characters, and broken ones."""
+    rng, pieces, decoded, texts = random.Random(0), Pieces(spoken(), settings("ar")), [], []
+    behind = decoder_behind(spoken())
+    pieces._behind = lambda ids: decoded.append(len(ids)) or behind(ids)
+    ids = [*rng.choices(range(3, len(spoken())), k=300), *spoken().encode("a tree 世🙂 " * 20)]
+    count = 0
+    while count < len(ids):
+        count = min(count + rng.randrange(1, 6), len(ids))
+        commit = pieces.next(ids[:count], finished=count == len(ids))
+        texts.append(commit.text if commit else "")
+    assert "".join(texts) == behind(ids)
+    assert sum(decoded) < 4 * len(ids)
 
 
 def test_bytes_that_are_no_character_do_not_hold_the_text_back():

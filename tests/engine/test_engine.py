@@ -73,13 +73,18 @@ def test_a_stop_string_ends_a_row_where_generate_ends_it_however_long_a_run_is(s
 
 
 def test_the_queue_is_bounded_and_says_so_or_waits():
+    """Beside requests for which rows are free: none is for a second group while the first one fills as many."""
     served = engine(reciter("abcdefgh"), queue=2)
-    tickets = [served.submit("x", settings("ar")) for _ in range(2)]
-    with pytest.raises(QueueFull, match=r"the 3rd: 2 requests wait already.*queue=2.*wait=True"):
-        served.submit("x", settings("ar"), name="the 3rd")
-    assert served.waiting == 2 and not any(t.done for t in tickets)
+    tickets = [served.submit("x", settings("ar")) for _ in range(5)]
+    with pytest.raises(QueueFull, match=r"the 6th: 5 requests wait already.*queue=2.*wait=True"):
+        served.submit("x", settings("ar"), name="the 6th")
+    assert served.waiting == 5 and not any(t.done for t in tickets)
+    served.step()
+    for config in (settings("ar"), settings("ar", stop_ids=tuple(range(200, 209)))):
+        with pytest.raises(QueueFull, match="2 requests wait already"):
+            served.submit("x", config)
     tickets += [served.submit("x", settings("ar"), wait=True) for _ in range(5)]
-    assert served.waiting <= 2
+    assert served.waiting + served.running <= 5
     served.run()
     assert {t.completion.text for t in tickets} == {generate(served.model, ["x"], settings("ar"))[0].text}
 
@@ -114,14 +119,14 @@ def test_a_step_looks_at_no_more_requests_than_it_starts_however_many_wait(monke
 
 
 def test_what_the_chain_said_is_made_once_of_the_last_run(monkeypatch):
-    """Of a cancelled request too. Each run's text is decoded once, also where stop strings are looked for."""
+    """Of a cancelled request too. Each run's tokens alone are decoded: for stop strings, and for what is handed out."""
     made, looked, decode = [], [], tokenizer().decode
     monkeypatch.setattr(rows_module, "verification", lambda *a: made.append(a[-1]) or verification(*a))
     served, config = engine(reciter("abcdefgh")), settings("ar", max_new_tokens=8, stop=("never",))
     decoder_behind(tokenizer())  # how it decodes is found out once
     monkeypatch.setattr(served.model.tokenizer, "decode", lambda ids: looked.append(len(ids)) or decode(ids))
     whole = served.submit("x", config).result()
-    assert made == [8] and looked == [2, 4, 6, 8, 8]  # the last is the completion's
+    assert made == [8] and looked == [2] * 8 + [8]  # the last is the completion's
     ticket = served.submit("x", config)
     served.step()
     ticket.cancel()

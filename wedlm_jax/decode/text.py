@@ -9,6 +9,7 @@ from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.config import DecodeConfig
 
 Decode = Callable[[list[int]], str]  # the text of ids, by `decoder_behind` a prompt
+HALF = "\N{REPLACEMENT CHARACTER}"  # of a character that is cut, as which it is decoded
 
 
 class Commit(NamedTuple):
@@ -25,7 +26,7 @@ class Pieces:
         self._behind: Decode | None = None if tokenizer is None else decoder_behind(tokenizer)
         self._config = config
         self._sent_ids, self._sent_text = 0, ""
-        self._decoded = (0, "")  # the last text, and of how many ids: a row only grows
+        self._whole = (0, "")  # so many ids end with a whole character, and their text: a row only grows
 
     def up_to_stop(self, ids: list[int]) -> int | None:
         """`ids_up_to_stop` for what `next` gets after it. There is a tokenizer."""
@@ -36,7 +37,9 @@ class Pieces:
         text = None
         if self._behind is not None:
             text = text_of(self._decode, ids, self._config, finished)
-            text = text if finished else _stable_prefix(text, self._config.stop)
+            if not finished:
+                self._whole = self._whole if text.endswith(HALF) else (len(ids), text)
+                text = _stable_prefix(text, self._config.stop)
         piece = None if text is None else text[len(self._sent_text) :]
         if len(ids) == self._sent_ids and not piece:
             return None
@@ -45,10 +48,10 @@ class Pieces:
         return commit
 
     def _decode(self, ids: list[int]) -> str:
-        if self._decoded[0] != len(ids):
-            assert self._behind is not None
-            self._decoded = len(ids), self._behind(ids)
-        return self._decoded[1]
+        """Of no fewer ids than were handed out. Those behind a whole character alone are decoded, however long the row is."""
+        assert self._behind is not None
+        count, text = self._whole
+        return text + self._behind(ids[count:])
 
 
 def text_of(decode: Decode, ids: list[int], config: DecodeConfig, finished: bool) -> str:
@@ -82,4 +85,4 @@ def _stable_prefix(text: str, stop: Sequence[str]) -> str:
 
 
 def _whole_characters(text: str) -> str:
-    return text.rstrip("\N{REPLACEMENT CHARACTER}")
+    return text.rstrip(HALF)
