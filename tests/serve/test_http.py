@@ -207,8 +207,6 @@ def test_an_answer_that_nobody_limits_ends_where_the_context_does(server):
     _, answer = ask(server, COMPLETIONS, {"prompt": [5] * 90, "seed": 0, "stop_ids": []})
     (choice,) = answer["choices"]
     assert choice["finish_reason"] == "length" and answer["usage"]["completion_tokens"] == 6
-    status, refused = ask(server, COMPLETIONS, {"prompt": [5] * 90, "max_tokens": 7})
-    assert status == 400 and "exceed the engine's context=96" in refused["error"]["message"]
 
 
 def test_clients_at_once_each_get_their_own_answer(server):
@@ -297,19 +295,57 @@ def test_what_is_refused_is_told_in_json(server, path, body, headers, status, co
     assert (server.service.engine.waiting, server.service.engine.running) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "body, complaint",
+    [
+        ({"prompt": [5] * 4, "max_tokens": 4096}, "prompt: 4 tokens + max_tokens=4096 exceed the context of 96; shorten it"),
+        ({"prompt": [[5], [5] * 90], "max_completion_tokens": 7}, "prompt 1: 90 tokens + max_tokens=7 exceed the context of 96"),
+        ({"prompt": [5] * 96}, "prompt: 96 tokens leave no room for an answer in the context of 96; shorten it"),
+        ({"prompt": [5] * 96, "max_tokens": 0, "echo": True}, "prompt: 96 tokens leave no room for an answer"),
+    ],
+)  # fmt: skip
+def test_what_the_served_context_has_no_room_for_is_told_in_the_words_of_the_protocol(server, body, complaint):
+    """Of a model whose own context is 512."""
+    status, answer = ask(server, COMPLETIONS, body)
+    assert (status, answer["error"]["message"][: len(complaint)]) == (400, complaint)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, monkeypatch):
+    """While it is encoded, the texts of all other requests wait."""
+    monkeypatch.setattr(service, "encode_prompt", lambda *_: pytest.fail("encoded"))
+    for path, body in (
+        (COMPLETIONS, {"prompt": "Tom " * 5000}),
+        (CHAT, {"messages": [{"role": "user", "content": "Tom " * 5000}]}),
+    ):
+        status, answer = ask(server, path, body)
+        assert status == 400
+        assert "characters are longer than the context of 96 tokens; shorten it" in answer["error"]["message"]
+
+
+def test_no_text_that_fits_is_refused_before_it_is_encoded(server):
+    """Of the longest token as many as there is room for, of characters that a normalizer makes one of."""
+    tokenizer = server.service.engine.model.tokenizer
+    longest = max((tokenizer.decode([token]) for token in range(len(tokenizer))), key=len)
+    assert len(longest) * 96 * 4 <= server.service._most_characters < 4 * 5000
+    assert ask(server, COMPLETIONS, {"prompt": longest * 95, "max_tokens": 1})[0] == 200
+
+
 @pytest.mark.parametrize("host", ["localhost:80", "LOCALHOST", "127.0.0.1", "[::1]:80"])
 def test_this_machine_may_be_called_by_its_address(server, host):
     assert ask(server, COMPLETIONS, {"prompt": "Tom", "max_tokens": 1}, {**JSON, "Host": host})[0] == 200
 
 
-def test_more_requests_than_may_wait_are_refused_whole(monkeypatch):
-    with serving(queue=2) as server:
+def test_more_requests_than_rows_are_free_and_may_wait_are_refused_whole(monkeypatch):
+    with serving(rows=3, queue=2) as server:
+        assert ask(server, COMPLETIONS, {"prompt": "Tom", "n": 5, "max_tokens": 2})[0] == 200
         monkeypatch.setattr(server.service.engine, "step", lambda: time.sleep(0.01))  # which starts nothing
-        assert ask(server, COMPLETIONS, {"prompt": "Tom", "n": 3})[0] == 400  # asking again would not help
+        status, answer = ask(server, COMPLETIONS, {"prompt": "Tom", "n": 6})
+        assert status == 400  # asking again would not help
+        assert answer["error"]["message"] == "6 completions in one request: at most 5 may run and wait; ask in several"
         with contextlib.closing(connect(server)) as connection:
             connection.request("POST", COMPLETIONS, json.dumps({"prompt": "Tom"}), JSON)
             wait_for(lambda: server.service.engine.waiting == 1)
-            status, answer = ask(server, COMPLETIONS, {"prompt": ["Tom"] * 2})
+            status, answer = ask(server, COMPLETIONS, {"prompt": ["Tom"] * 5})
         assert (status, answer["error"]["message"]) == (429, "as many requests wait as queue=2 allows; ask again later")
         assert server.service.engine.waiting == 1
 

@@ -52,7 +52,7 @@ class Engine:
       context: the most tokens of prompt and max_new_tokens together; None = the model's, at most 4096.
       steps: decode steps of one run, k. Fewer answer sooner to arrivals, cancellations and stop strings; more cost less
         host time.
-      queue: requests that may wait for a row; `submit` refuses the next one.
+      queue: requests that may wait beside one for each row that is free; `submit` refuses the next one.
       cache_limit: bytes that the caches may take; None = as many as the device has. Idle groups are closed to stay below it.
         Beyond it, starting requests takes the cache of a quarter of the rows more, at least of one, and moving a row of two or
         three.
@@ -109,6 +109,11 @@ class Engine:
         return sum(row.ticket is not None for group in [*self._groups.values()] for row in group.rows)
 
     @property
+    def capacity(self) -> int:
+        """Requests that an idle engine takes before its next step: `rows` that start with it, and `queue` that wait."""
+        return self._num_rows + self.queue
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the caches that are held now."""
         return sum(self._bytes(group.slots) for group in [*self._groups.values()])
@@ -131,7 +136,8 @@ class Engine:
           wait: run the engine until the queue has room, instead of refusing.
 
         Raises:
-          QueueFull: `queue` requests wait already, and `wait` is not set.
+          QueueFull: `capacity` requests wait or run already and at least `queue` of them wait, and `wait` is not set. Rows
+            are counted once, for all groups together.
           UserError: what `generate` refuses; prompt and max_new_tokens exceed `context`; or the cache of such settings
             alone exceeds `cache_limit`.
         """
@@ -145,13 +151,14 @@ class Engine:
         self._require_memory(config)
         while True:
             with self._arriving:
-                if self.waiting < self.queue:
+                running = self.running  # before those that wait: who gets a row meanwhile is counted once at most
+                if self.waiting < max(self.queue, self.capacity - running):
                     ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
                     self._arrived.append(ticket)
                     return ticket
             if not wait:
                 raise QueueFull(
-                    f"{name}: {self.queue} requests wait already, the most that queue={self.queue} allows; "
+                    f"{name}: {self.waiting} requests wait already, as many as queue={self.queue} and free rows allow; "
                     "run the engine, raise queue, or submit with wait=True"
                 )
             self.step()

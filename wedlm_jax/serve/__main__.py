@@ -47,7 +47,7 @@ class Serve(ChatModelFlags):
     context: int | None = None
     """Tokens of a prompt and its answer at most; None is the model's, at most 4096."""
     queue: int = 256
-    """Requests that may wait; more are refused with status 429."""
+    """Requests that may wait beside those for which rows are free; more are refused with status 429."""
     cache_limit: int | None = None
     """Bytes that all caches may take, one for each decoder and size of window in use; idle ones give way. None: the device's."""
     steps: int = 4

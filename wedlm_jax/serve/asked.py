@@ -45,6 +45,7 @@ INSTEAD = {
     "stop_token_ids": "give stop_ids, which end an answer in the place of the model's own",
 }
 UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
+STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second would pad events, and changes nothing here
 SEEDS = 1 << 31  # that are drawn; clients may bring any of 64 bits
 
 
@@ -84,6 +85,9 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     options = given.pop("stream_options", {})
     if not isinstance(options, Mapping):
         raise UserError(f"stream_options={shown(options)}: must be an object")
+    for name, value in options.items():
+        if name not in STREAM_OPTIONS and value is not None and value is not False:
+            raise UserError(f"stream_options.{name}={shown(value)}: is not done here; leave it out")
     prompts = [_conversation(given)] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)

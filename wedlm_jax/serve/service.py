@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.prompts import encode_prompt
+from wedlm_jax.decode.prompts import Prompt, encode_prompt, render_messages
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve.asked import Asked
 
 # For requests that are cancelled. A step that compiles may take longer, prompts that are scored, a client that does not read.
 SECONDS_TO_END = 30
+COMPOSED = 4  # characters, at most, of which a tokenizer that normalizes text (NFC) makes one
 
 
 class Closed(Exception):
@@ -69,6 +71,9 @@ class Service:
     def __init__(self, engine: Engine, name: str, defaults: DecodeConfig, broken: Callable[[], None] = lambda: None):
         self.engine, self.name, self.defaults = engine, name, defaults
         self._broken = broken
+        tokenizer = engine.model.tokenizer
+        longest = math.inf if tokenizer is None else max(map(len, tokenizer.get_vocab()))
+        self._most_characters = engine.context * longest * COMPOSED  # no longer text fits in the context
         self._open: set[Call] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -80,22 +85,21 @@ class Service:
         """The call of a request, whose tickets are cancelled where the block is left before they are done.
 
         Raises:
-          UserError: what `Engine.submit` refuses, and more completions than may ever wait.
+          UserError: what `Engine.submit` refuses, and more completions than an idle engine takes.
           Closed: `close` was called, or a step has failed.
         """
-        if len(asked.prompts) * asked.n > self.engine.queue:
+        if (count := len(asked.prompts) * asked.n) > self.engine.capacity:
             raise UserError(
-                f"{len(asked.prompts) * asked.n} completions in one request: at most {self.engine.queue} may wait; ask in several"
+                f"{count} completions in one request: at most {self.engine.capacity} may run and wait; ask in several"
             )
         tickets: list[Ticket] = []
         call = Call(tickets, asked.stream)
         try:
             names = ["prompt"] if len(asked.prompts) == 1 else [f"prompt {i}" for i in range(len(asked.prompts))]
-            model = self.engine.model
-            encoded = [encode_prompt(model, prompt, name) for prompt, name in zip(asked.prompts, names, strict=True)]
+            encoded = [self._encoded(prompt, name) for prompt, name in zip(asked.prompts, names, strict=True)]
             # An engine that has nothing else to do steps once all are there, so short prompts are prefilled together.
             for number, (ids, name) in enumerate(zip(encoded, names, strict=True)):
-                config = asked.config if asked.limited else self._with_room(asked.config, len(ids))
+                config = self._with_room(asked, len(ids), name)
                 for row in range(number * asked.n, (number + 1) * asked.n):
                     tickets.append(self.engine.submit(ids, config, row=row, name=name))
             with self._changed:
@@ -161,7 +165,26 @@ class Service:
                 for ticket in left:
                     ticket.cancel()
 
-    def _with_room(self, config: DecodeConfig, prompt: int) -> DecodeConfig:
-        """An answer as long as there is room for, and no longer than the settings have it."""
-        room = max(1, self.engine.context - prompt)
-        return dataclasses.replace(config, max_new_tokens=min(config.max_new_tokens, room))
+    def _encoded(self, prompt: Prompt, name: str) -> list[int]:
+        """Token ids. Text that cannot fit is refused before it is encoded: meanwhile the texts of all others would wait."""
+        if isinstance(prompt, Mapping):
+            prompt = render_messages(self.engine.model, prompt, name)
+        if isinstance(prompt, str) and len(prompt) > self._most_characters:
+            raise UserError(
+                f"{name}: {len(prompt)} characters are longer than the context of {self.engine.context} tokens; shorten it"
+            )
+        return encode_prompt(self.engine.model, prompt, name)
+
+    def _with_room(self, asked: Asked, prompt: int, name: str) -> DecodeConfig:
+        """The settings of a request behind so many tokens: without a limit of its own, for an answer as long as there is room."""
+        context, most = self.engine.context, asked.config.max_new_tokens
+        room = context - prompt
+        if room < 1:
+            raise UserError(
+                f"{name}: {prompt} tokens leave no room for an answer in the context of {context}; shorten it"
+            )
+        if asked.limited and most > room:
+            raise UserError(
+                f"{name}: {prompt} tokens + max_tokens={most} exceed the context of {context}; shorten it or lower max_tokens"
+            )
+        return dataclasses.replace(asked.config, max_new_tokens=min(most, room))
