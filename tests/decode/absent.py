@@ -14,7 +14,7 @@ from wedlm_jax.decode.config import DecodeConfig, RowSettings
 from wedlm_jax.decode.loop import Program, run, start
 from wedlm_jax.decode.state import DecodeState
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes, transformer_from
+from wedlm_jax.model.parameters import param_axes, param_shapes, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.sharding import MeshConfig, make_mesh, param_shardings
@@ -26,7 +26,7 @@ def compiled_for(
     """Prefill, the loop to compile, and the state between them, over a mesh of `absent` devices. As many are here, over which the
     weights are laid out first."""
     here, there = (make_mesh(sizes, some) for some in (jax.devices()[: len(absent)], absent))
-    params = init_params(model, 0)
+    params = zeros(model)
     shardings = param_shardings(here, param_axes(model), {name: x.shape for name, x in params.items()})
     arrays, structure = Weights.of(transformer_from(model, jax.device_put(params, shardings))).tree_flatten()
     weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
@@ -45,6 +45,11 @@ def compiled_for(
         started.output_shardings,
     )
     return started, run.lower(Program.of(config), weights, state, settings), state
+
+
+def zeros(model: ModelConfig) -> dict[str, jax.Array]:
+    """Parameters whose values nobody asks for: to draw them takes longer than some programs to compile."""
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in param_shapes(model).items()}
 
 
 def abstract(x: jax.Array, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import forward_for_tpu
 from benchmarks.forward_for_gpu import STARTED, operations
 from tests.conftest import FULL
-from tests.decode.absent import compiled_for
+from tests.decode.absent import compiled_for, zeros
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from wedlm_jax import absent_devices
 from wedlm_jax.decode.config import DecodeConfig, RowSettings
@@ -22,7 +22,7 @@ from wedlm_jax.engine import programs
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_shapes, transformer_from
+from wedlm_jax.model.parameters import param_shapes, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.ops.attention import trial, window_tpu
@@ -37,7 +37,7 @@ MODEL = ModelConfig(
     dtype="bfloat16", param_dtype="bfloat16",
 )  # fmt: skip
 WIDE = dataclasses.replace(MODEL, hidden_size=2048, intermediate_size=6144, num_layers=3, num_heads=16, num_kv_heads=8)
-ROWS, PROMPT, NEW = 8, 1024, 1024
+ROWS, PROMPT, NEW = (8, 1024, 1024) if FULL else (2, 128, 1024)  # prefill takes long to compile for many tokens
 
 
 def on_chip(tree, mesh):
@@ -72,7 +72,7 @@ def test_no_cache_is_copied(decoder, attention, monkeypatch):
             return run(Program.of(config), *arguments)
 
     settings = on_chip(RowSettings.from_configs([config] * ROWS, range(ROWS), ON_ACCELERATOR), mesh)
-    weights = on_chip(Weights.of(transformer_from(model, init_params(model, 0))), mesh)
+    weights = on_chip(Weights.of(transformer_from(model, zeros(model))), mesh)
     prompts = on_chip((jnp.zeros((ROWS, PROMPT), jnp.int32), jnp.zeros(ROWS, jnp.int32)), mesh)
     state = on_chip(jax.eval_shape(prefilled, weights, *prompts, settings), mesh)
     lowered = (
@@ -185,7 +185,7 @@ def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatc
             arguments = (weights, state, settings, rows, cache, prompt, length, own, hidden)
             return programs.fill_rows(*arguments, holds_back=True, drafter="verified")
 
-    weights = Weights.of(transformer_from(MODEL, init_params(MODEL, 0)))
+    weights = Weights.of(transformer_from(MODEL, zeros(MODEL)))
     settings, own = (
         RowSettings.from_configs([config] * rows, range(rows), ON_ACCELERATOR) for rows in (ROWS, together)
     )
