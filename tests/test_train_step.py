@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.conftest import FULL
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
@@ -35,11 +36,11 @@ from wedlm_jax.train_step import (
 )
 
 
-def run(step, batch, *, settings: StepSettings = SETTINGS, state=None, updates: int = 2):
+def run(step, batch, *, settings: StepSettings = SETTINGS, state=None, updates: int = 2, compiled=compile_step):
     """Two updates, because the very first has learning rate 0."""
     state = fresh_state() if state is None else jax.tree.map(jnp.array, state)
     for _ in range(updates):
-        state, metrics = compile_step(step, settings, one_device_mesh())(state, batch)
+        state, metrics = compiled(step, settings, one_device_mesh())(state, batch)
     return state, metrics
 
 
@@ -355,18 +356,25 @@ def prompt_batch(share):
 SKIPPING = dataclasses.replace(SETTINGS, skip_unread=True)
 
 
+only_full = pytest.mark.skipif(not FULL, reason="programs of the same kind: launch/test.sh --full")
+
+
 @pytest.mark.parametrize(
     ("share", "blocks", "in_parts"),
-    [(0.6, (2,), 1), (0.4, (4,), 4), (0.0, (6, 5, 3, 2), 1), (0.6, (6, 5, 3, 2), 4)],
-    ids=["few alone", "some alone, in parts", "all, as the device chooses", "few, as the device chooses, in parts"],
+    [
+        pytest.param(0.6, (2,), 1, id="few alone"),
+        pytest.param(0.4, (4,), 4, id="some alone, in parts", marks=only_full),
+        pytest.param(0.0, (6, 5, 3, 2), 1, id="all, as the device chooses", marks=only_full),
+        pytest.param(0.6, (6, 5, 3, 2), 4, id="few, as the device chooses, in parts"),
+    ],
 )
 def test_an_update_is_the_same_where_blocks_without_a_mask_do_not_run(monkeypatch, share, blocks, in_parts):
     """`blocks`: how many of the six of a row the step is compiled for."""
     monkeypatch.setattr(train_step, "capacities", lambda count: blocks)
-    compile_step.cache_clear()
     batch, settings = prompt_batch(share), dataclasses.replace(SKIPPING, micro_batches=in_parts)
     whole, metrics = run(wedlm_step, batch)
-    some, metrics_of_some = run(wedlm_step, batch, settings=settings)
+    compiled = functools.cache(compile_step.__wrapped__)  # for these blocks alone
+    some, metrics_of_some = run(wedlm_step, batch, settings=settings, compiled=compiled)
     for name in set(metrics) - {"useful_flops"}:
         np.testing.assert_allclose(metrics[name], metrics_of_some[name], rtol=1e-5, err_msg=name)
     assert metrics_of_some["useful_flops"] < metrics["useful_flops"]
