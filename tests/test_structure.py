@@ -4,7 +4,7 @@ import ast
 import graphlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,8 @@ Imports = dict[str, set[str]]  # module -> the modules of the package that it im
 
 
 def read_imports(package: Path) -> Imports:
-    return {name: set(_package_imports(file, package)) for name, file in _modules(package).items()}
+    modules = _modules(package)
+    return {name: set(_package_imports(file, package.name, modules)) for name, file in modules.items()}
 
 
 def _modules(package: Path) -> dict[str, Path]:
@@ -60,17 +61,17 @@ def _modules(package: Path) -> dict[str, Path]:
     return {name(file): file for file in sorted(package.rglob("*.py"))}
 
 
-def _package_imports(file: Path, package: Path) -> Iterator[str]:
+def _package_imports(file: Path, package: str, modules: Container[str]) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if _top(alias.name) == package.name)
+            yield from (alias.name for alias in node.names if _top(alias.name) == package)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: a relative import; write the whole path"
-            if _top(node.module) == package.name:
+            if _top(node.module) == package:
                 # `from package import module` names a module, `from module import name` does not.
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
-                    yield inner if inner in _modules(package) else node.module
+                    yield inner if inner in modules else node.module
 
 
 def _top(module: str) -> str:

@@ -154,7 +154,7 @@ def test_a_fixed_window_does_not_move():
     assert not fixed.adapts and auto.adapts
 
 
-@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "verified"])
+@pytest.mark.parametrize("loop", [loop for loop in LOOPS if loop != "verified"] if FULL else ["blockwise", "lookup"])
 def test_for_other_decoders_it_is_sixteen(loop):
     """A service may have it as its default, and a request another decoder."""
     automatic, fixed = (config_of(loop, window_size=window, max_new_tokens=4) for window in ("auto", 16))

@@ -21,7 +21,7 @@ def cost(monkeypatch):
     def counted(q, k, v, *ranges):
         flops = matmul_flops(jax.make_jaxpr(attend)(q, k, v, *ranges).jaxpr)
         costs.append((flops, k.nbytes + v.nbytes))
-        return attend(q, k, v, *ranges)
+        return q, jnp.zeros(q.shape[:3])  # of its shapes: what it computes does not matter here
 
     monkeypatch.setattr(cache, "attend_ranges", counted)
     # Outside a jit, the branch that runs is the one that is called.
