@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.conftest import FULL
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import choice, flash_gpu, splash, splash_backward, splash_forward, trial
 from wedlm_jax.ops.attention.dense import attend, is_exact
@@ -98,9 +99,16 @@ def test_wrong_kernels_fail_the_trial(a_gpu, wrong):
     assert trial.failure("flash", *HEADS, jnp.dtype(jnp.bfloat16)).startswith("it is wrong on this GPU, by ")
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+SPLIT, WINDOW = ("split", "attend_split", "GPU"), ("window", "attend_window", "TPU")
+
+
 @pytest.mark.parametrize(
-    ("kernels", "attend_few", "device"), [("split", "attend_split", "GPU"), ("window", "attend_window", "TPU")]
+    ("kernels", "attend_few", "device", "dtype"),
+    [
+        (*SPLIT, jnp.float32),
+        (*WINDOW, jnp.bfloat16),
+        *([(*SPLIT, jnp.bfloat16), (*WINDOW, jnp.float32)] if FULL else []),
+    ],
 )
 def test_the_kernels_over_a_cache_are_tried_as_well_while_a_decoding_program_is_traced(
     a_gpu, monkeypatch, kernels, attend_few, device, dtype
@@ -121,7 +129,8 @@ def test_the_kernels_over_a_cache_are_tried_as_well_while_a_decoding_program_is_
 
 
 @pytest.mark.parametrize(
-    ("kernels", "dtype"), [("splash", jnp.float32), ("splash", jnp.bfloat16), ("kept", jnp.bfloat16)]
+    ("kernels", "dtype"),
+    [("splash", jnp.float32), ("kept", jnp.bfloat16), *([("splash", jnp.bfloat16)] if FULL else [])],
 )
 def test_our_kernels_for_splash_are_tried_as_well(a_gpu, monkeypatch, kernels, dtype):
     monkeypatch.setitem(choice.PLATFORMS, "splash", ("cpu",))
