@@ -137,6 +137,12 @@ def test_all_that_follows_a_list_flag_up_to_the_next_flag_belongs_to_it():
     assert (read.overrides, read.decode.stop) == ((), ("A", "B"))
 
 
+@pytest.mark.parametrize("again", [["--stop", "B"], ["--stop=B"], ["--task", "counting", "--stop", "A", "B"]])
+def test_a_list_that_is_given_in_parts_is_refused(again):
+    with pytest.raises(UserError, match="^--stop is there 2 times; write all its values behind one$"):
+        parse(Evaluate, prog="evaluate", args=["--stop", "A", "--model", "DIR", *again])
+
+
 @dataclasses.dataclass(frozen=True)
 class Text:
     said: TextFlag = None

@@ -68,10 +68,11 @@ def parse(
       **options: of `tyro.cli`.
 
     Raises:
-      UserError: a flag is unknown, missing or of the wrong type, or names an empty path.
+      UserError: a flag is unknown, missing or of the wrong type, names an empty path, or is a list that is there twice.
     """
     args = _positional_first(flags, spell_none(sys.argv[1:] if args is None else args))
     _refuse_empty_paths(flags, args)
+    _refuse_lists_in_parts(flags, args)
     if description is not None:
         description = _EXAMPLE.sub("$ ", description)  # tyro joins lines that begin with a letter
     shown = io.StringIO()
@@ -92,6 +93,14 @@ def _refuse_empty_paths(flags: type, args: Sequence[str]) -> None:
         name, equals, behind = flag.replace("_", "-").partition("=")
         if name in paths and (behind if equals else value) == "":
             raise UserError(f"{name} is empty; name a path, or leave it out")
+
+
+def _refuse_lists_in_parts(flags: type, args: Sequence[str]) -> None:
+    """Of a list that is given twice, such as `--stop A --stop B`, the first values would be dropped."""
+    named = [flag.partition("=")[0].replace("_", "-") for flag in args if flag.startswith("--")]
+    for flag, count in _value_counts(flags):
+        if count == math.inf and named.count(flag) > 1:
+            raise UserError(f"{flag} is there {named.count(flag)} times; write all its values behind one")
 
 
 def _at_home(flags: Flags) -> Flags:
