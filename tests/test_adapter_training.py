@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 import wedlm_jax
 from tests.killed_training import train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
+from tests.two_capacities import with_two_capacities
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import load_params
 from wedlm_jax.errors import UserError
@@ -27,6 +28,7 @@ from wedlm_jax.train import train
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+        with_two_capacities(patch)
         yield
 
 

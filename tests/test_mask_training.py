@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import FULL
-from tests.tiny_training import MODEL, SETTINGS, one_device_mesh, packed_batch
-from wedlm_jax import mask_training
+from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch
+from tests.two_capacities import with_two_capacities
+from wedlm_jax import mask_training, train_step
 from wedlm_jax.diffusion.losses import loss_weights
 from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients
@@ -23,7 +24,7 @@ from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.program_costs import matmul_flops
 from wedlm_jax.sharding import MeshConfig, make_mesh
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
-from wedlm_jax.train_step import compile_step, corrupted_streams, wedlm_forward, wedlm_step
+from wedlm_jax.train_step import corrupted_streams, wedlm_forward, wedlm_step
 
 ADAPTER = AdapterConfig(rank=2, alpha=2.0)  # gentle: in a steep network rounding alone is past the tolerance
 ADAPTED = dataclasses.replace(
@@ -31,6 +32,16 @@ ADAPTED = dataclasses.replace(
     model=dataclasses.replace(MODEL, adapter=ADAPTER, matmul_precision="highest"),
     objective=dataclasses.replace(SETTINGS.objective, ar_loss_weight=0),
 )
+
+
+# Programs of this file: those of others are for all capacities.
+compile_step = functools.cache(train_step.compile_step.__wrapped__)
+
+
+@pytest.fixture
+def two_capacities(monkeypatch):
+    """All calls of a program must be made with this, or all without."""
+    with_two_capacities(monkeypatch)
 
 
 def with_objective(**fields):
@@ -100,13 +111,13 @@ def test_gradients_are_those_of_every_row_in_one_pass(objective):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"] if FULL else ["full"])
-def test_layers_compiled_each_by_itself_have_the_same_gradients(remat):
+def test_layers_compiled_each_by_itself_have_the_same_gradients(remat, two_capacities):
     apart = dataclasses.replace(ADAPTED.model, scan_layers=False, remat=remat)
     assert_same(*batch_of(ADAPTED, packed_batch()), model=apart)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0] if FULL else [2.0])
-def test_the_base_teaches_what_it_says_one_place_before(temperature):
+def test_the_base_teaches_what_it_says_one_place_before(temperature, two_capacities):
     assert_same(*batch_of(ADAPTED, packed_batch()), targets="distill", temperature=temperature)
 
 
@@ -116,21 +127,22 @@ def plain_text(batch):
 
 
 @pytest.mark.parametrize("normalization", ["weights", "tokens"] if FULL else ["weights"])
-def test_masks_that_no_teacher_speaks_of_count_in_no_mean(normalization):
-    settings = with_objective(targets="distill", fully_masked=1.0, normalization=normalization)
-    batch, state = plain_text(packed_batch()), from_seed(ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=0)
-    _, metrics = compile_step(wedlm_step, settings, one_device_mesh())(state, batch)
+def test_masks_that_no_teacher_speaks_of_count_in_no_mean(normalization, two_capacities):
+    settings = with_objective(targets="distill", distill_temperature=2.0, fully_masked=1.0, normalization=normalization)
+    batch = plain_text(packed_batch())
+    _, metrics = compile_step(wedlm_step, settings, one_device_mesh())(fresh_state(ADAPTED), batch)
     streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, settings)
-    base, adapter = split_adapter(from_seed(ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=0).all_params)
+    base, adapter = split_adapter(jax.device_get(fresh_state(ADAPTED).all_params))
     weights = loss_weights(streams, normalization="weights", ar=False)
-    losses = in_two_passes(base, adapter, streams, weights, targets="distill")[2]
+    distil = dict(targets="distill", temperature=2.0)
+    losses = in_two_passes(base, adapter, streams, weights, ADAPTED.model, **distil)[2]
     said = streams.masked[:, 24:] & (streams.positions[:, 24:] > 0)  # gamma is 1 in all blocks
     assert 0 < said.sum() < streams.masked.sum() and (losses[said] > 0).all() and not losses[~said].any()
     for name in ("loss", "distillation_loss", "distillation_loss_1.00"):
         np.testing.assert_allclose(metrics[name], losses[said].mean(), rtol=1e-4, err_msg=name)
 
 
-def test_what_is_distilled_is_not_told_as_the_loss_of_the_data():
+def test_what_is_distilled_is_not_told_as_the_loss_of_the_data(two_capacities):
     names = {}
     state = abstract_state(ADAPTED.model, ADAPTED.optimizer, one_device_mesh())
     for targets in ("data", "distill"):
@@ -163,7 +175,7 @@ def test_any_number_of_masks_is_exact(learned):
     most = int(streams.masked.sum(axis=1).max())
     assert {"none": most == 0, "few": 0 < most <= capacities(L)[-1], "all": most == L}[learned]
     if learned == "none":
-        gradients, value, losses = in_two_passes(*parameters(), streams, weights)
+        gradients, value, losses = jax.device_get(in_two_passes(*parameters(), streams, weights, ADAPTED.model))
         assert value == 0 and not losses.any() and not any(x.any() for x in gradients.values())
     else:
         assert_same(streams, weights)
@@ -180,13 +192,12 @@ def test_observed_rows_of_blocks_without_a_mask_take_no_place():
     np.testing.assert_array_equal(observed, holds & ~masked & (streams.segment_ids > 0))
 
 
-def test_the_step_leaves_the_base_alone_and_learns():
-    settings = dataclasses.replace(ADAPTED, optimizer=dataclasses.replace(ADAPTED.optimizer, weight_decay=0.0))
+def test_the_step_leaves_the_base_alone_and_learns(two_capacities):
     base, adapter = (dict(part) for part in parameters())
-    state = from_params(jax.tree.map(jnp.array, base), settings.model, settings.optimizer, one_device_mesh(), seed=1)
+    state = from_params(jax.tree.map(jnp.array, base), ADAPTED.model, ADAPTED.optimizer, one_device_mesh(), seed=1)
     assert state.frozen.keys() == base.keys() and state.params.keys() == adapter.keys()
     assert jax.tree.leaves(state.opt_state[0].mu).__len__() == len(adapter)
-    step, losses = compile_step(wedlm_step, settings, one_device_mesh()), []
+    step, losses = compile_step(wedlm_step, ADAPTED, one_device_mesh()), []
     for _ in range(12):
         state, metrics = step(state, packed_batch())
         losses.append(float(metrics["mlm_loss"]))
@@ -196,7 +207,7 @@ def test_the_step_leaves_the_base_alone_and_learns():
     assert "ar_loss" not in metrics and metrics["useful_flops"] > 0
 
 
-def test_one_and_eight_devices_agree():
+def test_one_and_eight_devices_agree(two_capacities):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices (tests/conftest.py asks for them)")
     states = []
@@ -211,12 +222,11 @@ def test_one_and_eight_devices_agree():
         np.testing.assert_allclose(mu[name], mu_8[name], atol=1e-5, err_msg=name)
 
 
-def test_micro_batches_add_up():
+def test_micro_batches_add_up(two_capacities):
     parts = dataclasses.replace(ADAPTED, micro_batches=4)
     outcomes = []
     for settings in (ADAPTED, parts):
-        state = from_seed(settings.model, settings.optimizer, one_device_mesh(), seed=0)
-        state, metrics = compile_step(wedlm_step, settings, one_device_mesh())(state, packed_batch())
+        state, metrics = compile_step(wedlm_step, settings, one_device_mesh())(fresh_state(ADAPTED), packed_batch())
         outcomes.append((state.opt_state[0].mu, metrics))
     (whole, metrics), (added, metrics_of_parts) = outcomes
     np.testing.assert_allclose(metrics["loss"], metrics_of_parts["loss"], rtol=1e-5)

@@ -11,6 +11,7 @@ import pytest
 import wedlm_jax
 from tests.killed_training import Killed, train_until_killed
 from tests.tiny_training import EXPERIMENT, one_device_mesh
+from tests.two_capacities import with_two_capacities
 from wedlm_jax import self_generation
 from wedlm_jax import train as train_module
 from wedlm_jax.checkpoint import load_params
@@ -35,6 +36,7 @@ TEXT = SelfGenerated(num_prompts=3, max_new_tokens=6, batch_size=2)
 def one_device():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_module, "make_mesh", lambda config: one_device_mesh())
+        with_two_capacities(patch)
         yield
 
 
