@@ -4,6 +4,7 @@ import concurrent.futures
 import copy
 import json
 import re
+import subprocess
 import sys
 
 import numpy as np
@@ -182,3 +183,15 @@ def test_of_a_vocabulary_without_the_letter_a_too(model, begins):
         of_dna.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_dna, bos_token="<s>")
     assert start_of_text(tokenizer) == ((0,) if begins else ())
+
+
+def test_commands_start_without_torch(tmp_path):
+    """Which takes seconds to import, where it is installed at all."""
+    save_tokenizer(tiny_tokenizer(), tmp_path)
+    script = (
+        "import sys, wedlm_jax.train, wedlm_jax.serve.__main__\n"
+        "from wedlm_jax.data.tokenizer import load_tokenizer\n"
+        f"load_tokenizer({str(tmp_path)!r})\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from wedlm_jax.errors import UserError, reason
 
@@ -108,7 +108,9 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         raise UserError(f"{directory} holds no tokenizer.json; save a tokenizer there or name another directory")
     # tokenizer.json says it all; AutoTokenizer would look for the class in config.json, where it does not know `wedlm`.
-    reader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
+    reader: type[Any] = PreTrainedTokenizerFast
+    if not (directory / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer as reader  # here, because it imports torch where there is one
     try:
         return reader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # broken JSON arrives as many types, a bare Exception of the Rust library among them
