@@ -18,6 +18,7 @@ from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
 from wedlm_jax.results import write_json
 from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
+from wedlm_jax.study.design import folder_name
 from wedlm_jax.workdir import checked_workdir
 
 BASE = Stage("base")
@@ -99,11 +100,13 @@ def test_the_folder_of_a_stage_is_one_that_train_takes(monkeypatch, tmp_path):
         refuse_unfit_path(slug)
 
 
-def test_the_folder_of_a_stage_with_long_overrides_has_a_name_that_file_systems_take():
-    override = "data.mixture=" + ", ".join(f"größer{number}" for number in range(40))
-    one, other = (Stage("base", (override + end,)).slug for end in ("a", "b"))
-    assert one != other and one.startswith("base+data.mixture=größer0") and len(one.encode()) <= 100
-    assert Stage("base", ("train.steps=1",)).slug == "base+train.steps=1"
+def test_the_folder_of_many_stages_with_long_overrides_has_a_name_that_file_systems_take(tmp_path):
+    long = Stage("base", ("data.mixture=" + ", ".join(f"größer{number}" for number in range(40)),))
+    names = {folder_name([long, Stage("adapted", (f"train.steps={steps}",)), long]) for steps in (1, 2)}
+    assert len(names) == 2 and all(name.startswith("base+data.mixture=größer0") for name in names)
+    for name in names:
+        (tmp_path / name).mkdir()
+    assert folder_name([Stage("base", ("train.steps=1",)), Stage("x")]) == "base+train.steps=1__x"
 
 
 def test_stages_that_would_share_a_folder_are_refused():

@@ -82,8 +82,9 @@ def _as_one_line(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """A warning to users without the place in the code that it comes from, as the other lines of a command."""
-    own = _PYTHONS_OWN(message, category, filename, lineno, line)
-    return f"warning: {message}\n" if category is UserWarning else own
+    if category is UserWarning:
+        return f"warning: {message}\n"
+    return _PYTHONS_OWN(message, category, filename, lineno, line)
 
 
 def entry(main: Callable[[], None]) -> Callable[[], None]:

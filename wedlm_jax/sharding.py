@@ -94,7 +94,7 @@ def _of_one_slice(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.nda
     """Not by `jax.make_mesh`, which on most TPUs knows no mesh whose axes are others than the slice's own, as 8 x 2 of 4 x 4."""
     try:
         return create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    except AssertionError:  # some chips of a TPU that are no box, such as 3 of 2 x 2: any order is as good
+    except AssertionError:  # some chips of a TPU that are no box, such as 3 of 2 x 2: jax knows no order of these
         return np.array(devices).reshape(shape)
 
 

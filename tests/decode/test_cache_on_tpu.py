@@ -50,7 +50,7 @@ def assert_no_copy_of_cache(text, cache):
     assert [line for line in text.splitlines() if shape in line and (" copy(" in line or " copy-start(" in line)] == []
 
 
-@pytest.mark.parametrize("attention", ["auto", *(["xla"] if FULL else [])])
+@pytest.mark.parametrize("attention", ["auto", "xla"])
 @pytest.mark.parametrize("decoder", ["ar", "verified"] if FULL else ["verified"])
 def test_no_cache_is_copied(decoder, attention, monkeypatch):
     """By the kernel that "auto" takes for windows, and by XLA."""

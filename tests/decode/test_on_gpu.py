@@ -142,7 +142,6 @@ def test_prefill_copies_no_weights_and_writes_the_cache_where_it_lies(compiled):
     assert sum(result.startswith(cache) for result, _ in written) == 2 * MODEL.num_layers
 
 
-@pytest.mark.skipif(not FULL, reason="compiles four forwards: launch/test.sh --full")
 def test_the_benchmark_of_a_forward_finds_the_copies_of_a_stack_alone(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["forward_for_gpu", "--shape", "34m", "--slots", "1024"])
     forward_for_gpu.main()

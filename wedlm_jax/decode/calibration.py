@@ -35,8 +35,6 @@ class Calibration:
     weights: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weights, str):
-            raise UserError(f"weights={self.weights!r}: must be a fingerprint")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             kinds = (int,) if field.type == "int" else (int, float)
@@ -115,7 +113,10 @@ def read_stored(file: Path, parse: Callable[[Any], T], what: str, command: str) 
     if not file.is_file():
         return None
     try:
-        return parse(json.loads(file.read_text(encoding="utf-8")))
+        found: Any = parse(json.loads(file.read_text(encoding="utf-8")))
+        if not isinstance(found.weights, str):
+            raise UserError(f"weights={found.weights!r}: must be a fingerprint")
+        return found
     except (UserError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{file}: not {what} ({error}); delete it; {command} then writes another") from error
 

@@ -35,8 +35,6 @@ class MeasuredWindows:
     weights: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.weights, str):
-            raise UserError(f"weights={self.weights!r}: must be a fingerprint")
         counts = [len(self.accepted), len(self.fed)]
         numbers = [*self.accepted, *self.fed, *itertools.chain(*itertools.chain(*self.costs.values()))]
         if counts != 2 * [len(AUTO_WINDOWS)] or not all(_positive(x) for x in numbers):

@@ -9,7 +9,7 @@ from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.config import DecodeConfig
 
 Decode = Callable[[list[int]], str]  # the text of ids, by `decoder_behind` a prompt
-HALF = "\N{REPLACEMENT CHARACTER}"  # of a character that is cut, as which it is decoded
+HALF = "\N{REPLACEMENT CHARACTER}"  # what half of a character is decoded as
 
 
 class Commit(NamedTuple):

@@ -7,13 +7,13 @@ import hashlib
 import itertools
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wedlm_jax.errors import UserError
 
-_LONGEST_NAME = 100  # bytes of a stage's: a file system has names of 255 at most, and arms of two stages have both
+_LONGEST_NAME = 200  # bytes; file systems take 255
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,13 +25,18 @@ class Stage:
 
     @property
     def slug(self) -> str:
-        """The name of a folder, which names no checkpoint of another one as `runs/base@best` does, and is no
+        """Its part of the name of a folder, which names no checkpoint of another one as `runs/base@best` does, and is no
         pattern."""
-        name = re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
-        if len(name.encode()) <= _LONGEST_NAME:
-            return name
-        digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-        return f"{name.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}+{digest}"
+        return re.sub(r"[/@*?\[\]\\]", "_", "+".join((self.experiment.replace(":", "."), *self.overrides)))
+
+
+def folder_name(stages: Sequence[Stage]) -> str:
+    """Of the folder of the last of these stages, each of which starts from the one before it; a name that file systems take."""
+    name = "__".join(stage.slug for stage in stages)
+    if len(name.encode()) <= _LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name.encode()[: _LONGEST_NAME - 9].decode(errors='ignore')}+{digest}"
 
 
 @dataclasses.dataclass(frozen=True)

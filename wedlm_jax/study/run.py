@@ -15,7 +15,7 @@ from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError
 from wedlm_jax.results import finite, save_figure, write_json
 from wedlm_jax.study.child_process import run_command
-from wedlm_jax.study.design import Stage, Study
+from wedlm_jax.study.design import Stage, Study, folder_name
 from wedlm_jax.study.report import as_table, plot
 
 RESULTS = Path("evaluation") / "results.json"  # in a workdir, written by wedlm_jax.evaluate
@@ -49,11 +49,9 @@ def run_study(
     for seed in study.seeds:
         for arm, stages in study.arms.items():
             console.rule(escape(f"{study.name}: {arm}, seed {seed}"))
-            chain: list[str] = []
             before: Path | None = None
-            for stage in stages:
-                chain.append(stage.slug)
-                folder = workdir / str(seed) / "__".join(chain)
+            for number, stage in enumerate(stages, 1):
+                folder = workdir / str(seed) / folder_name(stages[:number])
                 if folder not in trained:
                     run([*_training(stage, folder, before, seed)])
                     trained.add(folder)
