@@ -69,6 +69,12 @@ def test_sizes_of_a_mesh_are_those_of_the_first_devices(tmp_path):
         load(tmp_path / "model", mesh=MeshConfig(data=1, fsdp=16))
 
 
+@pytest.mark.parametrize("mesh", ["2", 2, {"tensor": 2}], ids=str)
+def test_what_is_no_mesh_is_said_to_be_none(mesh):
+    with pytest.raises(UserError, match=r"mesh=.* is no mesh; write wedlm_jax.MeshConfig\(tensor=4\) or"):
+        load(ORACLE / "wedlm_qwen3" / "model", mesh=mesh)
+
+
 @pytest.mark.parametrize("mesh", [None, MeshConfig(2, 1, 2)], ids=str)
 def test_a_directory_loads_with_its_kernels_rounded_to_int8(tmp_path, mesh):
     save(tiny_model(), tmp_path / "model")

@@ -80,6 +80,8 @@ def load(
     """
     if isinstance(mesh, MeshConfig):
         mesh = mesh_of_first(mesh)
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise UserError(f"mesh={shown(mesh)} is no mesh; write wedlm_jax.MeshConfig(tensor=4) or a jax.sharding.Mesh")
     if dtype in ("int8", jnp.int8):
         with on_host():
             exact = load(

@@ -264,7 +264,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 if compiles:
                     jax.block_until_ready(state)
                 clock = report.throughput.paused() if compiles else contextlib.nullcontext()
-                with traced(step, config.profile_steps, workdir) as through, clock:
+                with traced(step, config.profile_steps, workdir, report.throughput.paused) as through, clock:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
                     stop_if_not_finite(report.step(*waiting), config)

@@ -2,10 +2,12 @@
 
 import io
 
+import jax
 import pytest
 from rich.console import Console
 
 from wedlm_jax.metrics import ProgressBar, Throughput, progress, throughput
+from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.throughput import peak_flops
 
 
@@ -41,6 +43,19 @@ def test_what_is_not_training_does_not_count(monkeypatch):
         pass
     rates.add(100)
     assert rates.take() == {"tokens_per_second": 50.0}
+
+
+def test_a_trace_is_written_outside_the_rates(monkeypatch, tmp_path):
+    clock(monkeypatch, throughput, 10.0, 11.0, 13.0, 14.0, 24.0, 25.0)
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: None)  # from 11 to 13
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)  # from 14 to 24
+    rates = Throughput()
+    rates.add(1)
+    for step in (2, 3):
+        with traced(step, (3,), tmp_path, rates.paused):
+            pass
+    rates.add(90)
+    assert rates.take() == {"tokens_per_second": 30.0}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,16 @@ FOLDER = "profile"
 
 
 @contextlib.contextmanager
-def traced(step: int, chosen: tuple[int, ...], workdir: Path) -> Iterator[Callable[[Any], Any]]:
+def traced(
+    step: int,
+    chosen: tuple[int, ...],
+    workdir: Path,
+    paused: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[Callable[[Any], Any]]:
     """Traces what is run inside, in WORKDIR/profile/step_N, if `step` is chosen.
+
+    Args:
+      paused: inside it no time counts as training; to write a trace takes longer than a step.
 
     Yields:
       a function that its results go through: under a trace it waits for them, so that the step ends inside.
@@ -22,5 +30,10 @@ def traced(step: int, chosen: tuple[int, ...], workdir: Path) -> Iterator[Callab
     if step not in chosen:
         yield lambda results: results
         return
-    with jax.profiler.trace(str(workdir / FOLDER / f"step_{step}")):
+    with paused():
+        jax.profiler.start_trace(str(workdir / FOLDER / f"step_{step}"))
+    try:
         yield jax.block_until_ready
+    finally:
+        with paused():
+            jax.profiler.stop_trace()
