@@ -177,7 +177,7 @@ def begun(workdir):
     model = with_noise(load("base"), AdapterConfig(rank=2))
     base, own = split_adapter(params_of(model.transformer))
     workdir.mkdir(parents=True)
-    beside = base_of(Experiment(name="adapter", init_from="base"), model)
+    beside = base_of(Experiment(name="adapter", init_from="base"), model, model.config)
     ModelFile(model.config, 3, (5,), beside, "base").write(workdir)
     with Checkpoints(workdir, keep=1) as checkpoints:
         checkpoints.save(new_state(base | own, OptimizerConfig()), 1, {}, {})
@@ -214,7 +214,7 @@ def test_an_adapter_whose_base_is_gone_says_so(folder):
 
 def test_a_base_of_the_hub_keeps_its_name(folder):
     model = with_noise(load("base"), AdapterConfig(rank=2))
-    assert base_of(Experiment(name="adapter", init_from="owner/name"), model).path == "owner/name"
+    assert base_of(Experiment(name="adapter", init_from="owner/name"), model, model.config).path == "owner/name"
 
 
 def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_out(folder, monkeypatch, capsys):

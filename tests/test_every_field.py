@@ -153,7 +153,7 @@ def loaded(experiment: Experiment):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workdir, "load", load)
-        return workdir.load_initial(experiment, make_mesh(MeshConfig(), jax.devices()[:1])).config, paths
+        return workdir.load_initial(experiment, make_mesh(MeshConfig(), jax.devices()[:1]))[1], paths
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,17 @@
 """Results are replaced whole or not at all, and are JSON that every reader takes."""
 
+import io
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.bad_input import full_disk
 from wedlm_jax.errors import UserError
-from wedlm_jax.results import replacing, write_json, write_results
+from wedlm_jax.results import replacing, tell_written, write_json, write_results
 
 
 def test_a_number_that_is_none_is_null(tmp_path):
@@ -24,6 +27,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path):
     with pytest.raises(UserError, match=r"r.json: cannot be written \(file too large\); make room"), full_disk():
         write_json(tmp_path / "r.json", {"a": 1})
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("r.json", "old\n")]
+
+
+def test_what_was_written_is_told_in_one_line():
+    console = Console(file=io.StringIO(), width=40)
+    paths = [Path("[a] folder") / ("long" * 20) / name for name in ("r.json", "r.png")]
+    tell_written(console, *paths)
+    assert console.file.getvalue() == f"\nwrote {paths[0]} and {paths[1]}\n"
 
 
 def test_no_picture_of_the_results_before_lies_beside_new_ones(tmp_path):

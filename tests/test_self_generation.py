@@ -118,23 +118,35 @@ def test_a_run_killed_while_writing_and_while_training_ends_as_one_that_was_not(
 @pytest.fixture
 def started(base, tmp_path, monkeypatch):
     """A workdir of a run that starts, its base, and what the decoder is asked; its answer depends on the request alone."""
-    asked = []
+    asked, writers = [], []
 
     def decode(model, requests, trace):
         asked.append(requests)
+        writers.append(model)
         replies = ([7 + len(r.prompt) % 5] * min(r.config.max_new_tokens, 90) for r in requests)
         return [Completion(ids, "length", Stats(len(ids), len(ids), len(ids)), "said") for ids in replies]
 
     monkeypatch.setattr(self_generation, "decode_batch", decode)
     model = wedlm_jax.load(base)
     ModelFile(model.config, 3, model.eos_token_ids).write(tmp_path)
-    return types.SimpleNamespace(workdir=tmp_path, model=model, asked=asked, base=base)
+    return types.SimpleNamespace(workdir=tmp_path, model=model, asked=asked, writers=writers, base=base)
 
 
 def written(started, settings, base="given", **changes):
     model = started.model if base == "given" else base
     changed = dataclasses.replace(experiment(started.base, settings), **changes)
     return self_generated_data(changed, started.workdir, model, started.model.tokenizer)
+
+
+def test_text_is_written_in_the_dtype_of_the_run(started):
+    """Though the base is held in float32, for the optimizer."""
+    config = dataclasses.replace(started.model.config, dtype="bfloat16", adapter=AdapterConfig(rank=2))
+    ModelFile(config, 3, started.model.eos_token_ids).write(started.workdir)
+    written(started, TEXT)
+    (computed,) = {(model.config, model.transformer.config) for model in started.writers}
+    assert computed == (dataclasses.replace(config, adapter=None),) * 2
+    made = json.loads((started.workdir / FOLDER / MADE_FROM).read_text())
+    assert made["dtype"] == "float32, computed in bfloat16"
 
 
 CHANGES = {"num_prompts": 2, "max_new_tokens": 5, "temperature": 0.7, "batch_size": 3}

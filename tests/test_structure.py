@@ -26,7 +26,7 @@ FLOORS = (
     {"engine", "pretrained", "baselines", "absent_devices"},
     {"evals", "model_flags", "study", "train_config"},
     {"experiment"},
-    {"same_run", "workdir"},
+    {"resuming", "same_run", "workdir"},
     {"__init__", "generate", "chat", "serve"},  # the public surface
     {"ahead_of_time", "self_generation"},
     {"train", "evaluate", "bench", "tradeoff", "cacheability", "open_ended", "convert", "calibrate", "data.__main__"},

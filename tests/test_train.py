@@ -35,8 +35,9 @@ from wedlm_jax.model.config import ModelOverrides, by_means_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
+from wedlm_jax.resuming import note_experiment
 from wedlm_jax.train import main, train
-from wedlm_jax.workdir import note_experiment, prepare_workdir, progress_of, tokenizer_of
+from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_the_workdir_is_its_own_from_the_first_file_on(tmp_path, monkeypatch):
 def test_a_workdir_in_which_another_training_has_begun_meanwhile_is_left_alone(finished, tmp_path):
     folder = shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(UserError, match="run: another training has begun there meanwhile; choose another --workdir"):
-        prepare_workdir(EXPERIMENT, None, folder)
+        prepare_workdir(EXPERIMENT, None, EXPERIMENT.model, folder)
 
 
 def test_the_rates_leave_out_that_the_second_program_is_compiled(tmp_path, monkeypatch):
@@ -433,7 +434,7 @@ def test_a_workdir_that_is_used_again_keeps_no_file_of_another_tokenizer(finishe
     for experiment in (EXPERIMENT, with_overrides(f"init_from={finished}", "model=none")):
         initial = load(finished, "float32") if experiment.init_from else None
         (folder / "chat_template.jinja").write_text("of another model")
-        prepare_workdir(experiment, initial, tmp_path / "run")
+        prepare_workdir(experiment, initial, EXPERIMENT.model, tmp_path / "run")
         assert sorted(path.name for path in folder.iterdir()) == [
             "notes.txt",
             "tokenizer.json",

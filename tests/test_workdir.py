@@ -6,7 +6,8 @@ from tests.bad_input import forbidden
 from wedlm_jax import workdir as module
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
-from wedlm_jax.workdir import await_prepared, is_begun, pinned, progress_of, refuse_another_experiment
+from wedlm_jax.resuming import refuse_another_experiment
+from wedlm_jax.workdir import await_prepared, is_begun, pinned, progress_of
 
 
 @pytest.fixture

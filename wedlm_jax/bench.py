@@ -44,7 +44,7 @@ from wedlm_jax.hf.config import stock_arch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model_flags import ModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_results
+from wedlm_jax.results import make_folder, save_figure, tell_written, write_results
 
 TaskName = Literal["counting", "word_problems", "copying", "stdlib_code"]
 PROBLEMS = 256  # drawn of a task, to make prompts of
@@ -192,7 +192,7 @@ def finish(args: Bench, found: Found, console: Console) -> None:
         save(args, found)
         title = ", ".join([f"{args.model} on {device(args.mesh)}", *args.decode.changes(Bench.decode)])
         save_figure(args.out / "bench.png", plot_speeds(found.speeds, title))
-        console.print(f"\nwrote {args.out / 'bench.json'} and {args.out / 'bench.png'}", markup=False)
+        tell_written(console, args.out / "bench.json", args.out / "bench.png")
 
 
 def started(

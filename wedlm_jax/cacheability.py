@@ -26,7 +26,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_results
+from wedlm_jax.results import make_folder, save_figure, tell_written, write_results
 
 COMMITTED = 0.95  # of the filled tokens, by the very next forward: the goal on counting
 
@@ -106,7 +106,7 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     if args.out is not None:
         points_of = {name: points for name, (_, points) in measured.items()}
         save_figure(args.out / "cacheability.png", plot_cacheability(points_of, f"{args.model}: {how}"))
-        console.print(f"\nwrote {args.out / 'cacheability.json'} and {args.out / 'cacheability.png'}", markup=False)
+        tell_written(console, args.out / "cacheability.json", args.out / "cacheability.png")
     return measured
 
 

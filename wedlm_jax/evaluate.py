@@ -55,7 +55,7 @@ from wedlm_jax.model.int8 import in_int8
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
-from wedlm_jax.results import make_folder, save_figure, write_json, write_results
+from wedlm_jax.results import make_folder, save_figure, tell_written, write_json, write_results
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
@@ -325,7 +325,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     if any(row.accuracy is not None for row in rows):
         save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device(plan.mesh)}"))
         written.append("results.png")
-    console.print(f"\nwrote {' and '.join(str(plan.out / name) for name in written)}", markup=False)
+    tell_written(console, *(plan.out / name for name in written))
 
 
 @entry

@@ -33,7 +33,7 @@ from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_results
+from wedlm_jax.results import make_folder, save_figure, tell_written, write_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
     console.print(levels_table(found))
     if args.out is not None:
         save_figure(args.out / "open_ended.png", plot_open_ended(found, title))
-        console.print(f"\nwrote {args.out / 'open_ended.json'} and {args.out / 'open_ended.png'}", markup=False)
+        tell_written(console, args.out / "open_ended.json", args.out / "open_ended.png")
     return found
 
 

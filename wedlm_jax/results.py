@@ -15,6 +15,7 @@ from wedlm_jax.errors import writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from rich.console import Console
 
 CHARACTERS_PER_INCH = 10  # of a title's type
 
@@ -73,6 +74,11 @@ def write_results(folder: Path, name: str, results: Any) -> None:
     write_json(folder / f"{name}.json", results)
     with writing(folder):
         (folder / f"{name}.png").unlink(missing_ok=True)
+
+
+def tell_written(console: Console, *paths: Path) -> None:
+    """The last words of a command, in one line however long: a path that is broken in two nobody can paste."""
+    console.print("\nwrote " + " and ".join(map(str, paths)), soft_wrap=True, markup=False, highlight=False)
 
 
 def save_figure(path: Path, figure: Figure) -> None:

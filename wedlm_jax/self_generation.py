@@ -30,7 +30,7 @@ from wedlm_jax.decode.prompts import digest_of
 from wedlm_jax.errors import UserError, writing
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.parameters import params_of
+from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.results import write_json
 
@@ -58,9 +58,12 @@ def self_generated_data(
     folder = workdir / FOLDER
     made, declared = _made_from(folder), ModelFile.read(workdir)
     if base is not None:
+        # Computed as the run computes: the optimizer has float32, in which it was loaded.
+        config = dataclasses.replace(declared.config, adapter=base.config.adapter)
         model = dataclasses.replace(
-            base, tokenizer=tokenizer, eos_token_ids=declared.eos_token_ids, mask_token_id=declared.mask_token_id
-        )
+            base, transformer=transformer_from(config, params_of(base.transformer)), config=config, tokenizer=tokenizer,
+            eos_token_ids=declared.eos_token_ids, mask_token_id=declared.mask_token_id,
+        )  # fmt: skip
         made = _write(experiment, model, folder, made)
     elif made is None:
         raise UserError(
@@ -92,7 +95,7 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
     made = {
         "init_from": experiment.init_from,
         "weights": fingerprint(model),
-        "dtype": str(next(iter(params_of(model.transformer).values())).dtype),
+        "dtype": _dtype(model),
         "prompts": {"count": len(prompts), "sha256": digest_of([prompt.tolist() for prompt in prompts])},
         "row_length": experiment.data.row_length,
         "num_end_tokens": experiment.data.num_end_tokens,
@@ -129,6 +132,12 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
         flush=True,
     )
     return made
+
+
+def _dtype(model: Model) -> str:
+    """That of the parameters; and, if another, that in which they are computed with."""
+    stored, computed = str(next(iter(params_of(model.transformer).values())).dtype), model.config.dtype
+    return stored if stored == computed else f"{stored}, computed in {computed}"
 
 
 def _requests(experiment: Experiment, model: Model, prompts: Sequence[np.ndarray]) -> list[Request]:

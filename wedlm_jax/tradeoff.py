@@ -35,7 +35,7 @@ from wedlm_jax.evals.tradeoff import (
 from wedlm_jax.evals.tradeoff_plot import plot_tradeoff
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.results import make_folder, save_figure, write_results
+from wedlm_jax.results import make_folder, save_figure, tell_written, write_results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
         console.print(line, style="yellow", markup=False)
     if args.out is not None:
         save_figure(args.out / "tradeoff.png", plot_tradeoff(ar, points, title))
-        console.print(f"\nwrote {args.out / 'tradeoff.json'} and {args.out / 'tradeoff.png'}", markup=False)
+        tell_written(console, args.out / "tradeoff.json", args.out / "tradeoff.png")
     return points
 
 

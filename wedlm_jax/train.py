@@ -25,10 +25,12 @@ from wedlm_jax.metrics.profile import traced
 from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.config import by_means_of
+from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
 from wedlm_jax.pretrained import base_params
+from wedlm_jax.resuming import DIGESTS, digests_of, note_experiment, refuse_another_experiment, refuse_other_data
 from wedlm_jax.same_run import require_same_data, require_same_settings
 from wedlm_jax.self_generation import self_generated_data
 from wedlm_jax.sharding import make_mesh, row_shares
@@ -37,21 +39,15 @@ from wedlm_jax.study import run_study
 from wedlm_jax.train_state import abstract_state, from_params, from_seed
 from wedlm_jax.train_step import ar_step, compile_step, place, wedlm_step
 from wedlm_jax.workdir import (
-    DIGESTS,
     await_prepared,
     base_of,
     checked_workdir,
-    digests_of,
     is_begun,
     load_initial,
-    note_experiment,
     pinned,
     prepare_workdir,
     progress_of,
-    refuse_another_experiment,
     refuse_long_rows,
-    refuse_other_data,
-    shape_of,
     tokenizer_of,
 )
 
@@ -149,13 +145,14 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     experiment.check_batch(mesh)
     shares = row_shares(mesh)
     begun = experiment if resumed else pinned(experiment)
-    initial = load_initial(begun, mesh) if not resumed and experiment.init_from else None
-    base = None if resumed else base_of(begun, initial)
+    initial: Model | None = None
     if not resumed:
-        refuse_long_rows(experiment, shape_of(experiment, initial))
-    if not resumed and is_main():
-        held.enter_context(sole_writer(workdir))
-        prepare_workdir(experiment, initial, workdir, base, begun.init_from)
+        initial, model = load_initial(begun, mesh)
+        base = base_of(begun, initial, model)
+        refuse_long_rows(experiment, model)
+        if is_main():
+            held.enter_context(sole_writer(workdir))
+            prepare_workdir(experiment, initial, model, workdir, base, begun.init_from)
     await_prepared(workdir)
     model_file = ModelFile.read(workdir)
     settings = experiment.step_settings(by_means_of(experiment.model, model_file.config), model_file.mask_token_id)

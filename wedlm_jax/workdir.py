@@ -7,10 +7,8 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -18,14 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
-from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.documents import with_chat_template, with_end_token
-from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.distributed import is_main, of_main
 from wedlm_jax.errors import UserError, writing
-from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelConfig, ModelOverrides
+from wedlm_jax.experiment import FILE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.adapter import is_adapter
 from wedlm_jax.hf.tokenizer import (
     CHAT_TEMPLATES,
@@ -41,9 +37,7 @@ from wedlm_jax.model.parameters import params_of
 from wedlm_jax.model.revision import revision
 from wedlm_jax.model_file import TOKENIZER_FOLDER, Base, ModelFile
 from wedlm_jax.pretrained import is_workdir, load, split_step
-from wedlm_jax.results import replacing
 
-DIGESTS = "digests"  # in a checkpoint, beside the place in the data: as `digests_of` gives them
 _START = ".start"  # a number of process 0, another at every start: who reads it has the same folder
 _STALE_SECONDS = 60.0  # for which NFS may tell that a file is not there that another machine has written
 _THEN = "or choose another --workdir"
@@ -118,86 +112,6 @@ def _checkpoint(step: int) -> str:
     return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
 
 
-def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
-    """Raises a `UserError` that names the fields in which the run in `workdir` differs; where its data lie is for
-    `refuse_other_data`."""
-    saved = Experiment.load(workdir)
-    before, now = saved.train, experiment.train
-    if now.best_metric is not None and before.eval_every and now.eval_batches != before.eval_batches:
-        raise UserError(
-            f"{workdir}: train.eval_batches={before.eval_batches} -> {now.eval_batches}, but train.best_metric={now.best_metric} "
-            f"compares the losses that are there with those to come; leave it at {before.eval_batches}, or set "
-            "train.best_metric=none"
-        )
-    if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
-        raise UserError(
-            f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
-            f"choose another --workdir, or remove {workdir} to start again"
-        )
-
-
-def _with_places(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as a tree, with one spelling of its paths, and without those of data that are read again. The prompts of
-    self-generated text are not read again, so their path says which they are."""
-    tree = experiment.to_dict()
-    tree["model"] = tree["model"] or dataclasses.asdict(ModelOverrides())  # what none says, for one that now says more
-    if (initial := tree["init_from"]) is not None and Path(split_step(initial)[0]).exists():  # and no name on a hub
-        tree["init_from"] = _place(initial)
-    for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
-        part["path"] = _place(part["path"])
-    if experiment.data.self_generated is None:
-        for part in (tree["data"], *tree["data"]["mixture"]):
-            del part["path"]
-    return tree
-
-
-def _place(path: str | None) -> str | None:
-    """One spelling of the paths of a file; a name on a hub stays one, too."""
-    return None if path is None else os.path.abspath(os.path.expanduser(path))
-
-
-def digests_of(data: DataConfig, stream: PackedBatches) -> list[str]:
-    """A hash of the first, middle and last record of each source, by which a resumed run tells its data from others. Nothing for
-    self-generated text, which is held to what was written."""
-    return [digest for _, _, digest in stream.fingerprints()] if data.self_generated is None else []
-
-
-def refuse_other_data(experiment: Experiment, workdir: Path, digests: list[str], saved: list[str] | None) -> None:
-    """Refuses other data in another place than the run in `workdir` had. In the same place a line tells of them: a bad record may
-    have been mended.
-
-    Args:
-      digests: as `digests_of` gives them.
-      saved: those of the checkpoint; None in one of an earlier version.
-
-    Raises:
-      UserError: they lie in another place and are others, or nobody can say.
-    """
-    before, now = Experiment.load(workdir).data.parts, experiment.data.parts
-    for number, digest in enumerate(digests):
-        if saved is not None and saved[number] == digest:
-            continue
-        path, other = before[number].path, now[number].path
-        if _place(path) != _place(other):
-            raise UserError(
-                f"{workdir} holds a run of other data (data.path: {path} -> {other}); choose another --workdir, or name the "
-                "same data"
-            )
-        if saved is not None and is_main():
-            print(
-                f"warning: {other or now[number].source}: the first, middle or last record is another than when the checkpoint "
-                "was saved; the run goes on with what is there now",
-                file=sys.stderr,
-            )
-
-
-def note_experiment(experiment: Experiment, workdir: Path) -> None:
-    """Writes what a resumed run may change into its experiment.json, which an evaluation reads."""
-    if Experiment.load(workdir).to_dict() != experiment.to_dict():
-        with replacing(workdir / FILE) as partial:
-            partial.write_text(experiment.to_json())
-
-
 def pinned(experiment: Experiment) -> Experiment:
     """The experiment with a step in `init_from`, the one that process 0 finds now: a workdir's newest or best step is another
     once it trains on. All processes must ask."""
@@ -209,38 +123,44 @@ def pinned(experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, init_from=f"{place}@{of_main(chosen_step(place, step))}")
 
 
-def load_initial(experiment: Experiment, mesh: Mesh) -> Model:
-    """The model of `init_from`, cut over `mesh`, in float32: so the optimizer has it, whatever it was stored as. The base of
-    an adapter, which no optimizer has, comes in its `param_dtype`.
+def load_initial(experiment: Experiment, mesh: Mesh) -> tuple[Model | None, ModelConfig]:
+    """The model of `init_from`, and the shape of the one that is trained; without `init_from` None and the experiment's own.
+
+    The model is cut over `mesh`, in float32: so the optimizer has it, whatever it was stored as. The base of an adapter, which
+    no optimizer has, comes in its `param_dtype`. The shape is that of the model with the experiment's dtype, remat and the like,
+    and with its adapter.
 
     Raises:
       UserError: there is none, or its shape is not that of the experiment's model.
     """
-    path = str(experiment.init_from)
+    if experiment.init_from is None:
+        assert isinstance(experiment.model, ModelConfig)  # Experiment.require_model sees to it
+        return None, experiment.model
+    path = experiment.init_from
     place = Path(split_step(path)[0])
     if not place.exists() and place.parent == Path("runs"):
         raise UserError(f"init_from={path} does not exist; python -m wedlm_jax.train --exp {place.name} makes it")
     dtype = None if experiment.adapter is None or experiment.model is None else experiment.model.param_dtype
     initial = load(path, dtype=dtype or "float32", mask_token_id=experiment.objective.mask_token_id, mesh=mesh)
     if not isinstance(experiment.model, ModelConfig):
-        initial.config = (experiment.model or ModelOverrides()).over(initial.config, resolve_dtype(None))
-        return initial
+        return initial, (experiment.model or ModelOverrides()).over(initial.config, resolve_dtype(None))
     shape, wanted = dataclasses.asdict(initial.config), dataclasses.asdict(experiment.model)
     compute = [field.name for field in dataclasses.fields(ModelOverrides)]
     if changed := differences(shape, wanted, compute):
         raise UserError(f"init_from={path} is another model than model ({'; '.join(changed)}); set model to None")
-    initial.config = experiment.model
-    return initial
+    return initial, experiment.model
 
 
-def base_of(experiment: Experiment, initial: Model | None) -> Base | None:
+def base_of(experiment: Experiment, initial: Model | None, model: ModelConfig) -> Base | None:
     """What an adapter is trained beside, None for a model that is trained itself; every process must ask.
+
+    Args:
+      initial, model: as `load_initial` gives them.
 
     Raises:
       UserError: an adapter without a model to start from.
     """
-    adapter = experiment.adapter if initial is None else initial.config.adapter
-    if adapter is None:
+    if model.adapter is None:
         return None
     if initial is None:
         raise UserError(f"{experiment.name} trains an adapter; name the model that it is for as init_from")
@@ -259,18 +179,20 @@ def refuse_long_rows(experiment: Experiment, model: ModelConfig) -> None:
         )
 
 
-def shape_of(experiment: Experiment, initial: Model | None) -> ModelConfig:
-    """The config of the model that is trained: that of `initial`, where it starts from one."""
-    model = initial.config if initial is not None else experiment.model
-    assert isinstance(model, ModelConfig)  # Experiment.require_model sees to it
-    return model
-
-
 def prepare_workdir(
-    experiment: Experiment, initial: Model | None, workdir: Path, base: Base | None = None, init_from: str | None = None
+    experiment: Experiment,
+    initial: Model | None,
+    model: ModelConfig,
+    workdir: Path,
+    base: Base | None = None,
+    init_from: str | None = None,
 ) -> None:
-    """Writes tokenizer, model.json and experiment.json, as the sole writer; `init_from` is where `initial` was read, with its
-    step.
+    """Writes tokenizer, model.json and experiment.json, as the sole writer.
+
+    Args:
+      initial, model: as `load_initial` gives them.
+      base: as `base_of` gives it.
+      init_from: where `initial` was read, with its step.
 
     Raises:
       UserError: model, tokenizer and data do not fit each other, another training has begun there, or nothing can be written.
@@ -279,7 +201,6 @@ def prepare_workdir(
         raise UserError(
             f"{workdir}: another training has begun there meanwhile; choose another --workdir, or start again"
         )
-    model = shape_of(experiment, initial)
     folder = workdir / TOKENIZER_FOLDER
     with writing(folder, _THEN):
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, sentencepiece, stream, tokenizer, write_lines
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.data.__main__ import find_tokenizer, main
 from wedlm_jax.data.documents import Documents
@@ -50,6 +50,15 @@ def test_a_row_is_coloured_as_it_is_learned(path):
     assert "".join(re.findall(r"\[\[(.*?)\]\]", marked, re.DOTALL)) == spans[LEARNED]
     assert spans[PAD].count("|") == batch.segment_ids[0].max()
     assert f"[{(batch.segment_ids[0] == 0)[::-1].cumprod().sum()} padding]" in spans[PAD]
+
+
+@pytest.mark.parametrize("completion", [" c d", "    r = a", "a"])
+def test_a_row_shows_every_space_that_is_learned(tmp_path, completion):
+    """Also of a tokenizer that takes the space before a text for its own."""
+    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "a e", "completion": completion}])
+    batch = next(stream(config_of(path, num_end_tokens=1, plain_prompt=True), batch_size=1, tokenizer=sentencepiece()))
+    shown = row_text(batch, 0, sentencepiece(), plain=True).plain
+    assert shown.startswith(f"|a e[[{completion}</s>]]")
 
 
 def test_the_numbers_are_those_of_the_batches(path):

@@ -14,6 +14,7 @@ import pytest
 from tests.bad_input import full_disk
 from wedlm_jax.errors import UserError
 from wedlm_jax.metrics import MetricsWriter, fetch, read_metrics
+from wedlm_jax.metrics.report import Report
 from wedlm_jax.metrics.writers import StepLines
 
 
@@ -173,9 +174,32 @@ def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_pa
     assert calls[1:3] == [(1, {"loss": 0.5}), "finished with 0"]
 
 
+def report(workdir) -> Report:
+    """As training opens it, with Weights & Biases."""
+    return Report(
+        workdir, "run", {}, start_step=0, total_steps=2, log_every=1, devices=1, tensorboard=False, wandb="mine"
+    )
+
+
 def test_a_run_that_ends_by_an_error_is_no_finished_one_at_weights_and_biases(tmp_path, calls):
-    with pytest.raises(KeyError), MetricsWriter(tmp_path, start_step=0, wandb="mine"):
+    with pytest.raises(KeyError), report(tmp_path):
         raise KeyError
+    assert calls[-1] == "finished with 1"
+    with report(tmp_path):
+        pass
+    assert calls[-1] == "finished with 0"
+
+
+def test_a_disk_that_is_full_when_files_are_closed_leaves_no_run_open_at_weights_and_biases(
+    tmp_path, calls, monkeypatch
+):
+    def full():
+        raise UserError("full")
+
+    writer = MetricsWriter(tmp_path, start_step=0, wandb="mine")
+    monkeypatch.setattr(writer._lines, "close", full)
+    with pytest.raises(UserError, match="full"), writer:
+        pass
     assert calls[-1] == "finished with 1"
 
 

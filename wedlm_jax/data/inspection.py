@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example
 from wedlm_jax.data.packing import PackedBatch, pack
+from wedlm_jax.data.tokenizer import decoder_behind
 
 LEARNED, PROMPT, PAD = "bold green", "dim", "red"
 _BARS = 10  # of the histogram
@@ -117,7 +118,7 @@ def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenize
         f"documents: {inspection.documents} of {inspection.seen} records read; skipped records: {len(inspection.skipped)}"
     )
     for reason in inspection.skipped[:_REASONS]:
-        console.print(f"  {reason}", markup=False, highlight=False)
+        console.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
 
 
 def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase, plain: bool = False) -> Text:
@@ -125,16 +126,19 @@ def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase, p
     text = Text()
     kinds = np.where(batch.segment_ids[row] == 0, 0, np.where(batch.loss_mask[row], 1, 2))
     edges = np.flatnonzero(np.diff(kinds) | np.diff(batch.segment_ids[row])) + 1
+    decode_behind = decoder_behind(tokenizer)
     last_segment = 0
     for run in np.split(np.arange(len(kinds)), edges):
         kind, segment = kinds[run[0]], batch.segment_ids[row][run[0]]
-        if segment not in (0, last_segment):
+        begins = segment not in (0, last_segment)
+        if begins:
             text.append("|", PAD)
             last_segment = segment
         if kind == 0:
             text.append(f"[{len(run)} padding]", PAD)
         else:
-            decoded = str(tokenizer.decode(batch.tokens[row][run]))
+            ids = batch.tokens[row][run].tolist()
+            decoded = str(tokenizer.decode(ids)) if begins else decode_behind(ids)
             text.append(_MARKED.format(decoded) if plain and kind == 1 else decoded, LEARNED if kind == 1 else PROMPT)
     return text
 

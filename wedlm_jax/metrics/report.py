@@ -88,8 +88,8 @@ class Report:
         self._open.enter_context(self._bar)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+    def __exit__(self, *exception: Any) -> None:
+        self._open.__exit__(*exception)
 
 
 def _number(value: float | int | None) -> str:

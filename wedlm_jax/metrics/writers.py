@@ -5,6 +5,7 @@ A number that is not finite is written as `null`, which every reader of JSON tak
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -143,12 +144,18 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, kind: object, *exception: object) -> None:
-        for sink in (self._lines, self._samples, self._tensorboard):
-            if sink is not None:
-                sink.close()
+    def __exit__(self, *exception: Any) -> None:
+        closing = contextlib.ExitStack()  # each is closed, the last first, whatever a full disk does to another
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if kind is None else 1)
+            closing.push(self._finish)
+        for sink in (self._tensorboard, self._samples, self._lines):
+            if sink is not None:
+                closing.callback(sink.close)
+        closing.__exit__(*exception)
+
+    def _finish(self, kind: object, *exception: object) -> None:
+        """The run at Weights & Biases, as failed where it ends by an error."""
+        self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:

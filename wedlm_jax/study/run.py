@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError
-from wedlm_jax.results import finite, save_figure, write_json
+from wedlm_jax.results import finite, save_figure, tell_written, write_json
 from wedlm_jax.study.child_process import run_command
 from wedlm_jax.study.design import Stage, Study, folder_name
 from wedlm_jax.study.report import as_table, plot
@@ -60,7 +60,7 @@ def run_study(
             missing = not source.is_file()
             changed = [] if missing else _changed(source, folder)
             if changed:
-                console.print(f"{source}: evaluated anew ({'; '.join(changed)})", markup=False)
+                console.print(f"{source}: evaluated anew ({'; '.join(changed)})", soft_wrap=True, markup=False)
             if missing or changed:
                 own = [text for text in stages[-1].overrides if text.startswith("evaluation.")]
                 out = ["--out", str(source.parent)] if own else []  # else they would go to a folder of their own
@@ -76,7 +76,7 @@ def run_study(
     write_json(workdir / "results.json", summary)
     save_figure(workdir / "results.png", plot(study, values, curves))
     console.print(as_table(study, values))
-    console.print(f"wrote {workdir / 'results.json'} and {workdir / 'results.png'}", markup=False)
+    tell_written(console, workdir / "results.json", workdir / "results.png")
     return summary
 
 
