@@ -245,6 +245,8 @@ def test_a_stranger_at_the_port_is_ignored():
             break
         except OSError:
             lifeline.time.sleep(0.05)
+    else:
+        pytest.fail("no stranger was let in")
     second = threading.Thread(target=come, args=(1,))
     second.start()
     first.join(), second.join()

@@ -1,6 +1,6 @@
 """Checkpoints (orbax): parameters, optimizer, step and the state of the data iterator, written whole or not at all.
 
-A workdir holds
+What a run goes on from, in its workdir:
   experiment.json   what is trained, for the refusal to resume another run into it
   model.json        the fields of ModelFile (model_file.py): what `wedlm_jax.load` needs beside the parameters
   tokenizer/        tokenizer.json, tokenizer_config.json

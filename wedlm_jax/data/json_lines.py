@@ -71,8 +71,8 @@ class JsonLines:
     def begins_with_text(self) -> bool:
         """Whether the first line is an object that has the column of text; one that the config names may be missing."""
         try:
-            fields = json.loads(self.fetch(0)) if len(self) else None
-        except (ValueError, RecursionError):
+            fields = json.loads(self.fetch(0))
+        except (ValueError, RecursionError):  # an empty file, too
             return False
         return isinstance(fields, dict) and (self._config.text_column is not None or "text" in fields)
 

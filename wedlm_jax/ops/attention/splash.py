@@ -28,7 +28,7 @@ from wedlm_jax.ops.attention import splash_backward, splash_forward
 from wedlm_jax.ops.attention.choice import Shaped
 from wedlm_jax.ops.attention.ranges import RESIDUALS
 from wedlm_jax.ops.attention.splash_kept import KeptMask, steps_of
-from wedlm_jax.ops.attention.splash_tiles import Steps, block_start, extents, meeting
+from wedlm_jax.ops.attention.splash_tiles import Steps, block_start, meeting
 from wedlm_jax.program_costs import kernel_runs
 
 TILES = (512, 256, 128)  # rows and columns of a tile; the kernel computes in columns of 128
@@ -254,10 +254,8 @@ def _steps(kernel: SplashAttentionKernel, segments_T: jax.Array | None) -> Steps
     k_tile, partial = schedule.data_next[0][q_tile, place], schedule.block_mask[0][q_tile, place] == 1
     if segments_T is None:
         return Steps(jnp.asarray([q_tile, k_tile, partial], jnp.int32), q_tile.size)
-    pruned: Any = _without_other_segments(kernel, segments_T).fwd_mask_info
-    visited = pruned.block_mask[0][q_tile, place] > 0
-    _, of_one = meeting(segments_T, kernel.kwargs["block_sizes"].block_q, q_tile, k_tile)
-    return Steps.of(q_tile, k_tile, partial | ~of_one, visited)
+    meet, of_one = meeting(segments_T, kernel.kwargs["block_sizes"].block_q, q_tile, k_tile)
+    return Steps.of(q_tile, k_tile, partial | ~of_one, meet | (q_tile == k_tile))
 
 
 def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:
@@ -271,12 +269,8 @@ def _tiles_visited(kernel: SplashAttentionKernel) -> dict[str, int]:
 
 
 def _without_other_segments(kernel: SplashAttentionKernel, segments_T: jax.Array) -> SplashAttentionKernel:
-    """The kernel without the tiles in which no query has a key of its own segment.
-
-    A tile is known by its least and greatest segment id, so ids that grow along the row, as packing gives them, leave the
-    fewest tiles. Padding counts for nothing, but the tiles on the diagonal stay: in them every query sees itself.
-    """
-    least, greatest = extents(segments_T, kernel.kwargs["block_sizes"].block_q)
+    """The kernel without the tiles that do not `meet`. Those on the diagonal stay: in them every query sees itself."""
+    tile = kernel.kwargs["block_sizes"].block_q
 
     def pruned(schedule: Any, outer_axis: int) -> Any:
         """`schedule` of one kernel; its outer loop runs over the tiles of the queries (0) or of the keys (1)."""
@@ -284,7 +278,7 @@ def _without_other_segments(kernel: SplashAttentionKernel, segments_T: jax.Array
             jnp.moveaxis(x[0], outer_axis, 0).astype(jnp.int32) for x in (schedule.data_next, schedule.block_mask)
         )
         outer = jnp.arange(inner.shape[0])[:, None]
-        meet = (least[outer] <= greatest[inner]) & (least[inner] <= greatest[outer])
+        meet, _ = meeting(segments_T, tile, outer, inner)
         runs = jnp.where(meet | (outer == inner), runs, 0)
         # A step that does not run names the tile of the next one that does: that is fetched meanwhile, and nothing else.
         step = jnp.where(runs.ravel() > 0, jnp.arange(runs.size), runs.size - 1)
