@@ -278,11 +278,10 @@ def test_a_bad_held_out_record_is_left_out_once_training_was_told_so(file, refus
 
 def test_continuations_are_shown_at_the_middle_threshold_with_masks_reordered():
     settings = settings_of(EvaluationConfig(in_place=True), with_base=False)
-    plan = command.Plan("x", {}, settings, [], EvaluationConfig(), None, None)
     completions = {("t", s.label): [Completion([], "stop", Stats(0, 0, 0), s.label)] for s in settings}
     console = Console(file=io.StringIO(), width=120)
     task = Task("t", lambda limit, seed: [], None)
-    command.show_continuations(plan, task, [Problem("t", "Q", "", "")], completions, console)
+    command.show_continuations(settings, task, [Problem("t", "Q", "", "")], completions, console)
     shown = console.file.getvalue()
     assert "streaming, tau=0.4" in shown and "in place" not in shown and "tau=1" not in shown
 
@@ -311,7 +310,7 @@ def test_an_interrupted_evaluation_leaves_the_tasks_that_were_done_and_no_whole_
 
 
 def test_results_are_written_before_one_decode_is_shown(tmp_path, monkeypatch):
-    def fails(plan, console):
+    def fails(*_):
         raise RuntimeError
 
     monkeypatch.setattr(command, "show_one_decode", fails)

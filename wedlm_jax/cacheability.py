@@ -13,16 +13,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.cacheability_plot import plot_cacheability
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
-from wedlm_jax.evals.show import P_CACHE_NOTE, cut_short, device, points_table, ran
+from wedlm_jax.evals.show import P_CACHE_NOTE, bar_of, cut_short, device, points_table, ran
 from wedlm_jax.evals.sweep import ADAPTED, Row, Setting
-from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point, measure
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive, require_some
 from wedlm_jax.model_flags import ChatModelFlags
@@ -80,16 +77,11 @@ def cacheability(args: Cacheability, console: Console) -> dict[str, tuple[Row, l
     if args.out is not None:  # before the first forward
         make_folder(args.out)
     measured: dict[str, tuple[Row, list[Point]]] = {}
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=(1 + len(settings)) * sum(len(problems) for _, problems in tasks))
-
-        def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
+    with bar_of((1 + len(settings)) * sum(len(problems) for _, problems in tasks)) as (on_batch, above):
 
         def on_point(ar: Row, points: list[Point]) -> None:
             measured[ar.task] = ar, points
-            told = f"{ar.task}: {points[-1].in_words()}"
-            progress.console.print(told, highlight=False, soft_wrap=True, markup=False)
+            above.print(f"{ar.task}: {points[-1].in_words()}", highlight=False, soft_wrap=True, markup=False)
             if args.out is not None:
                 save(args.out, args, ran(model.config, args.mesh), measured)
 

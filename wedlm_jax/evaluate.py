@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.columns import Columns
 from rich.console import Console
-from rich.markup import escape
-from rich.panel import Panel
-from rich.progress import Progress
-from rich.text import Text
 
 from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import chosen_step, saved_steps
@@ -32,20 +27,18 @@ from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tokenizer import decoder_behind, encode_text, start_of_text
+from wedlm_jax.data.tokenizer import encode_text, start_of_text
 from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.measured_windows import windows_in_use
-from wedlm_jax.decode.prompts import encode_prompt
-from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
-from wedlm_jax.evals.show import coloured_by_step, cut_short, device, filling_steps, ran, results_table
+from wedlm_jax.evals.show import bar_of, cut_short, device, ran, results_table
+from wedlm_jax.evals.show_texts import show_continuations, show_one_decode
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
@@ -198,12 +191,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
             console.print(f"bits per byte: left out, data.source={plan.experiment.data.source} has no files of code")
     if plan.experiment is not None and plan.config.masked_loss_rows:
         measured |= evaluate_masks(plan, plan.experiment, console)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=sum(len(problems) for _, problems in plan.tasks) * len(plan.settings))
-
-        def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
-
+    with bar_of(sum(len(problems) for _, problems in plan.tasks) * len(plan.settings)) as (on_batch, _):
         rows, completions = sweep(
             plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
             on_task=lambda rows: keep(plan, rows),
@@ -214,10 +202,11 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
         console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows) | measured
     if continued := [(t, problems) for t, problems in plan.tasks if t.score is None]:
-        results["continuations"] = show_continuations(plan, *continued[0], completions, console)
+        results["continuations"] = show_continuations(plan.settings, *continued[0], completions, console)
     save(plan, rows, results, console)
     if plan.tasks:
-        show_one_decode(plan, console)
+        setting, problem = plan.settings[-1], plan.tasks[0][1][0]
+        show_one_decode(plan.models[setting.weights], setting, problem, console)
     return results
 
 
@@ -273,47 +262,6 @@ def evaluate_masks(plan: Plan, experiment: Experiment, console: Console) -> dict
             key = f"masked_{name}" if reorder else f"masked_{name}_in_place"
             results |= {f"{key}_by_ratio": values, key: sum(values.values()) / len(values)}
     return results
-
-
-def show_continuations(
-    plan: Plan,
-    of: Task,
-    problems: Sequence[Problem],
-    completions: dict[tuple[str, str], list[Completion]],
-    console: Console,
-) -> list[dict[str, Any]]:
-    """AR and streaming side by side, for every prompt; returns the continuations of all decoders."""
-    adapted = [s for s in plan.settings if s.weights == ADAPTED and s.config.reorder]
-    shown = [s.label for s in adapted if s.config.decoder in ("ar", "streaming")]
-    shown = list(dict.fromkeys([shown[0], shown[len(shown) // 2]]))  # AR, and streaming at the middle threshold, if any
-    for i, problem in enumerate(problems):
-        console.print(Panel(Text(problem.prompt.rstrip("\n")), title=f"held-out prompt {i + 1}", title_align="left"))
-        texts = [(label, completions[of.name, label][i].text or "") for label in shown]
-        width = (console.width - 2) // len(shown)
-        console.print(Columns([Panel(Text(text), title=label, width=width) for label, text in texts], padding=(0, 1)))
-    return [
-        {"prompt": problem.prompt, **{s.label: completions[of.name, s.label][i].text for s in plan.settings}}
-        for i, problem in enumerate(problems)
-    ]
-
-
-def show_one_decode(plan: Plan, console: Console) -> None:
-    """The first problem again, by the last decoder of the table, each token coloured by the forward it comes from."""
-    setting, problem = plan.settings[-1], plan.tasks[0][1][0]
-    model = plan.models[setting.weights]
-    prompt = encode_prompt(model, problem.prompt)
-    (completion,) = generate(model, [prompt], setting.config, trace=True)
-    stats = completion.stats
-    console.print(
-        f"\none decode, {setting.label}: {stats.generated_tokens} tokens in {stats.forwards} forwards", style="bold"
-    )
-    console.print(Text(problem.prompt), style="dim")
-    assert model.tokenizer is not None  # or its prompt could not have been encoded
-    decode = decoder_behind(model.tokenizer)
-    pieces = [decode([i]) for i in completion.ids]
-    console.print(
-        coloured_by_step(pieces, filling_steps(completion, len(prompt)), colour=console.color_system is not None)
-    )
 
 
 def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Console) -> None:

@@ -16,7 +16,6 @@ import tyro
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from wedlm_jax.data.stdlib_code import code_files
@@ -27,9 +26,8 @@ from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.open_ended import OpenEnded, code_prompts, load_mauve, measure
 from wedlm_jax.evals.open_ended_plot import plot_open_ended
-from wedlm_jax.evals.show import device, ran
+from wedlm_jax.evals.show import bar_of, device, ran
 from wedlm_jax.evals.sweep import ADAPTED, Setting
-from wedlm_jax.evals.tasks import Task
 from wedlm_jax.flags import each_once, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model_flags import ChatModelFlags
@@ -97,14 +95,10 @@ def open_ended(args: OpenEndedFlags, console: Console) -> OpenEnded:
         for setting in settings:
             make_request(model, prompt, setting.config, row=row, name=name)
     prompts = list(named.values())
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=len(settings) * len(prompts))
-
-        def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=f"{task.name} entropy: {setting.label}")
+    with bar_of(len(settings) * len(prompts)) as (on_batch, above):
 
         def on_decoder(found: OpenEnded) -> None:
-            progress.console.print(found.measures[-1].in_words(), highlight=False, soft_wrap=True)
+            above.print(found.measures[-1].in_words(), highlight=False, soft_wrap=True)
             if args.out is not None:
                 save(args, ran(model.config, args.mesh), found)
 

@@ -14,14 +14,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
-from rich.progress import Progress
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
-from wedlm_jax.evals.show import cut_short, device, points_table, ran
-from wedlm_jax.evals.sweep import Row, Setting
-from wedlm_jax.evals.tasks import Task
+from wedlm_jax.evals.show import bar_of, cut_short, device, points_table, ran
+from wedlm_jax.evals.sweep import Row
 from wedlm_jax.evals.tradeoff import (
     KEPT_ACCURACY,
     Point,
@@ -64,14 +62,10 @@ def tradeoff(args: Tradeoff, console: Console) -> list[Point]:
     ((chosen, problems),) = asked(args, [args.task], model)
     if args.out is not None:  # before the first forward
         make_folder(args.out)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("", total=(1 + len(settings)) * len(problems))
-
-        def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=setting.label)
+    with bar_of((1 + len(settings)) * len(problems)) as (on_batch, above):
 
         def on_point(ar: Row, points: list[Point]) -> None:  # a large grid takes hours
-            progress.console.print(points[-1].in_words(), highlight=False, soft_wrap=True)
+            above.print(points[-1].in_words(), highlight=False, soft_wrap=True)
             if args.out is not None:
                 save(args.out, args, ran(model.config, args.mesh), ar, points)
 

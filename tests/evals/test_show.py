@@ -10,7 +10,8 @@ from tests.evals.models import tiny_model
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import generate
 from wedlm_jax.decode.stats import Completion, Stats
-from wedlm_jax.evals.show import coloured_by_step, device, filling_steps, results_table
+from wedlm_jax.evals.show import device, results_table
+from wedlm_jax.evals.show_texts import coloured_by_step, filling_steps
 from wedlm_jax.evals.sweep import Row
 from wedlm_jax.sharding import MeshConfig
 

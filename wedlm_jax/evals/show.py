@@ -1,22 +1,23 @@
-"""For the terminal: the results table, and one decode whose tokens are coloured by the forward that filled them."""
+"""For the terminal: tables of results, the bar beside which they are measured, and on what."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from matplotlib import colormaps
 from rich import box
+from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 from rich.table import Table
-from rich.text import Text
 
-from wedlm_jax.decode.stats import Completion
-from wedlm_jax.evals.sweep import Row
+from wedlm_jax.evals.sweep import Row, Setting
+from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig, mesh_of_first
@@ -27,6 +28,22 @@ P_CACHE_NOTE = (
     "so streaming stays at or below 0.5, but for the AR tokens of verify=fallback; block-wise may pass it, as its last block is "
     "never fed again; AR feeds every token once, which is 1."
 )
+
+
+@contextlib.contextmanager
+def bar_of(completions: int) -> Iterator[tuple[Callable[[Setting, Task, int], None], Console]]:
+    """A bar on stderr while so many completions are decoded.
+
+    Yields:
+      what a batch that is done is told to, as `on_batch` of a sweep; and a console for lines above the bar.
+    """
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=completions)
+
+        def on_batch(setting: Setting, task: Task, done: int) -> None:
+            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
+
+        yield on_batch, progress.console
 
 
 def results_table(rows: Sequence[Row], title: str) -> Table:
@@ -107,58 +124,3 @@ def ran(config: ModelConfig, mesh: MeshConfig = ONE_DEVICE) -> dict[str, Any]:
         "device": device(mesh), "dtype": config.dtype, "kernel_dtype": config.kernel_dtype or config.dtype,
         "versions": {"jax": jax.__version__, "wedlm_jax": __version__},
     }  # fmt: skip
-
-
-def filling_steps(completion: Completion, prompt_length: int) -> list[int]:
-    """For each generated token, the number of the forward (from 1) whose logits it comes from.
-
-    A draft that a verified decoder rejects and re-fills counts from its last filling; an AR token that replaces one counts
-    from the forward that emitted it.
-
-    Args:
-      completion: one that was generated with `trace=True`.
-      prompt_length: tokens of its prompt.
-    """
-    steps: list[int] = []
-    filled: dict[int, tuple[int, int]] = {}  # position -> (token, forward)
-    for forward, entry in enumerate(completion.trace or (), start=1):
-        for position in entry["mask_positions"]:
-            filled.pop(position, None)
-        fillings = zip(entry["filled_positions"], entry["filled_tokens"], strict=True)
-        filled.update({position: (token, forward) for position, token in fillings})
-        # A stop string may cut a run short that was emitted whole.
-        for _ in range(min(entry["emitted"], len(completion.ids) - len(steps))):
-            token, origin = filled.get(prompt_length + len(steps), (None, forward))
-            steps.append(origin if token == completion.ids[len(steps)] else forward)
-    return steps
-
-
-def coloured_by_step(pieces: Sequence[str], steps: Sequence[int], *, colour: bool) -> Text:
-    """The text of a completion, each token coloured by its forward, with a legend.
-
-    Args:
-      pieces: the text of each token.
-      steps: the forward that filled it, from 1.
-      colour: False marks tokens by number instead: every run of one forward is written `n[...]`.
-    """
-    last = max(steps, default=1)
-    text = Text()
-    for step, run in itertools.groupby(zip(steps, pieces, strict=True), key=lambda pair: pair[0]):
-        piece = "".join(piece for _, piece in run)
-        if colour:
-            text.append(piece, style=_style(step, last))
-        else:
-            text.append(f"{step}[{piece}]")
-    text.append("\nforward: ")
-    if not colour:
-        return text.append(f"the number before each bracket, 1 to {last}")
-    for step in range(1, last + 1):
-        text.append(f" {step} ", style=_style(step, last))
-    return text
-
-
-def _style(step: int, last: int) -> str:
-    """Dark violet for the first forward to yellow for the last, black or white on it, whichever reads better."""
-    red, green, blue = (round(255 * x) for x in colormaps["viridis"]((step - 1) / max(last - 1, 1))[:3])
-    bright = 0.299 * red + 0.587 * green + 0.114 * blue > 128
-    return f"{'black' if bright else 'white'} on #{red:02x}{green:02x}{blue:02x}"

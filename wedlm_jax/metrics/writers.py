@@ -155,6 +155,7 @@ class MetricsWriter:
 
     def _finish(self, kind: object, *exception: object) -> None:
         """The run at Weights & Biases, as failed where it ends by an error."""
+        assert self._wandb is not None
         self._wandb.finish(exit_code=0 if kind is None else 1)
 
 
