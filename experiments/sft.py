@@ -1,4 +1,4 @@
-"""Fine-tunes any Qwen2.5, Qwen3 or WeDLM model on your conversations: the one command that most people need.
+"""Fine-tunes any Qwen2.5, Qwen3, Llama or WeDLM model on your conversations: the one command that most people need.
 
     python -m wedlm_jax.train --exp sft model.path=DIR data.path=chat.jsonl
 

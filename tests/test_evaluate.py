@@ -439,6 +439,7 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
             ("--model", "nowhere", "--task", "counting", "--match", "text"),
             "--match does nothing here; use it with --questions",
         ),
+        (("--exp", "a", "--batch-size", "8"), "--batch-size does nothing here; use evaluation.batch_size=..."),
         (("--exp", "a", "--questions", "q"), "--questions does nothing here; use evaluation.questions=..."),
         (
             ("--exp", "sft", "evaluation.match=best"),

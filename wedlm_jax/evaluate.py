@@ -1,5 +1,8 @@
 """Decode held-out problems with every decoder, measure held-out text: one table, JSON and a plot.
 
+All is computed in float32, on accelerators too, so that verified decoding equals AR token for token; for speed there take
+bench or tradeoff, which compute in bfloat16.
+
 python -m wedlm_jax.evaluate --exp quickstart
 python -m wedlm_jax.evaluate --exp sft evaluation.text_prompts=8 evaluation.max_new_tokens=64
 python -m wedlm_jax.evaluate --model exports/quickstart --task counting --decoder verified
@@ -77,6 +80,8 @@ class Evaluate:
     match: MatchFlag = "number"
     limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Problems a task at most, instead of what the experiment says (with --model: 100, of --questions all)."""
+    batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """With --model: prompts decoded at once."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Where results.json and results.png go. If not given, with --exp WORKDIR/evaluation or beside it, with --model nowhere."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
@@ -104,7 +109,7 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     for flag in ("adapter", "int8", "chat_template_kwargs"):
         if getattr(args, flag):
             raise UserError(f"--{flag.replace('_', '-')} goes with --model DIR; an experiment has its own")
-    refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match")})
+    refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match", "batch_size")})
     if others := [text for text in args.overrides if not text.startswith("evaluation.")]:
         raise UserError(f"{others[0]}: only evaluation.field=value can be set here; the rest is as it was trained")
     named = load_experiment(name, args.overrides)
@@ -160,7 +165,8 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
         print(line, file=sys.stderr)
     title = f"{path} in int8" if args.int8 else path
-    config = EvaluationConfig(questions=str(args.questions) if args.questions else None, match=args.match)
+    questions = str(args.questions) if args.questions else None
+    config = EvaluationConfig(questions=questions, match=args.match, batch_size=args.batch_size)
     return Plan(title, {ADAPTED: model}, settings, tasks, config, None, args.out, args.mesh)
 
 
@@ -280,7 +286,7 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
 def main() -> None:
     end_with_study()
     args = parse(Evaluate, prog="python -m wedlm_jax.evaluate", description=__doc__)
-    require_positive(args, "limit")
+    require_positive(args, "limit", "batch_size")
     try:
         if args.exp is not None and args.model is None:
             plan = plan_experiment(args, args.exp)

@@ -201,7 +201,7 @@ def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Ar
 
     XLA gathers it anyway. But on TPU, where nobody says so, it cuts the product into as many as there are devices, to compute
     with each part as it arrives: narrow ones, which take 1.5 to 2 times the cycles of the whole, to hide traffic that lasts about
-    a tenth of that (benchmarks/RESULTS.md, "A training step on a TPU").
+    a tenth of that (benchmarks/RESULTS.md, "A training step on a TPU, compiled ahead of time").
     """
     over = axes_over("batch", batch)
     if not over:
