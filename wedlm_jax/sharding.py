@@ -195,6 +195,12 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return x if mesh is None else jax.lax.with_sharding_constraint(x, _spec(mesh.shape, axes, x.shape))
 
 
+def cut_for_batch(axes: Sequence[str], batch: int) -> tuple[str | None, ...]:
+    """Of the names of a parameter's axes those that `whole_for_batch` leaves cut; None in the place of the others."""
+    over = axes_over("batch", batch)
+    return tuple(None if set(over).intersection(RULES.get(axis, ())) else axis for axis in axes)
+
+
 def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Array:
     """A parameter as a product with a batch of so many rows takes it: gathered along the axes that are cut over devices which the
     rows are cut over too. Outside `on_mesh`, or where the mesh does not divide the rows, the parameter itself.
@@ -203,10 +209,7 @@ def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Ar
     with each part as it arrives: narrow ones, which take 1.5 to 2 times the cycles of the whole, to hide traffic that lasts about
     a tenth of that (benchmarks/RESULTS.md, "A training step on a TPU, compiled ahead of time").
     """
-    over = axes_over("batch", batch)
-    if not over:
-        return param
-    return constrain(param, *(None if set(over).intersection(RULES.get(axis, ())) else axis for axis in axes))
+    return constrain(param, *cut_for_batch(axes, batch)) if axes_over("batch", batch) else param
 
 
 def attend_over_mesh(

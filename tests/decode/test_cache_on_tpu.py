@@ -50,13 +50,15 @@ def assert_no_copy_of_cache(text, cache):
     assert [line for line in text.splitlines() if shape in line and (" copy(" in line or " copy-start(" in line)] == []
 
 
-@pytest.mark.parametrize("attention", ["auto", "xla"])
+@pytest.mark.parametrize(
+    ("attention", "head_dim"), [("auto", 128), ("xla", 128), ("auto", 64), *([("xla", 64)] if FULL else [])]
+)
 @pytest.mark.parametrize("decoder", ["ar", "verified"] if FULL else ["verified"])
-def test_no_cache_is_copied(decoder, attention, monkeypatch):
-    """By the kernel that "auto" takes for windows, and by XLA."""
+def test_no_cache_is_copied(decoder, attention, head_dim, monkeypatch):
+    """By the kernel that "auto" takes for windows, and by XLA; of heads that are half as wide as a lane, too."""
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
     monkeypatch.setattr(trial, "failure", lambda *_: None)
-    model = dataclasses.replace(MODEL, attention=attention)
+    model = dataclasses.replace(MODEL, attention=attention, head_dim=head_dim)
     mesh = make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1"))
     config = DecodeConfig(decoder, max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
     sizes = dict(
@@ -104,11 +106,16 @@ def test_the_largest_windows_that_the_kernel_takes_fit_into_a_chips_memory(queri
     jax.jit(attend).lower(*on_chip((q, k, v, layer, end), mesh)).compile()
 
 
-@pytest.mark.skipif(not FULL, reason="compiles for four chips; launch/test.sh --full")
-@pytest.mark.parametrize("sizes", [(1, 1, 4), (2, 1, 2), (1, 2, 2)], ids=str)
-def test_over_several_chips_no_cache_is_copied_or_gathered(sizes, monkeypatch):
-    monkeypatch.setattr(rooms, "LARGE", 2**40)
+@pytest.fixture
+def as_tpus(monkeypatch):
+    """This machine's devices, over which weights are laid out first, taken for TPUs."""
     monkeypatch.setattr(trial, "failure", lambda *_: None)
+    monkeypatch.setattr(rooms, "CPU", ())
+    monkeypatch.setattr(rooms, "TPUS", ("cpu",))
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 4), (2, 1, 2), (1, 2, 2)] if FULL else [(2, 1, 2)], ids=str)
+def test_over_several_chips_no_cache_is_copied_and_no_kernel_of_heads_gathered(sizes, as_tpus):
     chips = absent_devices.devices("v5e:2x2")
     config = DecodeConfig("verified", max_new_tokens=NEW, mask_token_id=511, stop_ids=(0,))
     _, loop, state = compiled_for(chips, MeshConfig(*sizes), MODEL, config, rows=ROWS, prompt=PROMPT)
@@ -117,14 +124,11 @@ def test_over_several_chips_no_cache_is_copied_or_gathered(sizes, monkeypatch):
     assert held != state.cache.k.shape and "attend_window" in text
     assert_no_copy_of_cache(text, jax.tree.map(lambda x: jax.ShapeDtypeStruct(held, x.dtype), state.cache))
     assert f"bf16[{','.join(map(str, state.cache.k.shape))}]" not in text
-
-
-@pytest.fixture
-def as_tpus(monkeypatch):
-    """This machine's devices, over which weights are laid out first, taken for TPUs."""
-    monkeypatch.setattr(trial, "failure", lambda *_: None)
-    monkeypatch.setattr(rooms, "CPU", ())
-    monkeypatch.setattr(rooms, "TPUS", ("cpu",))
+    # Heads are cut over the axis tensor, the depth over fsdp and data, over which a batch that they cut gathers it.
+    N, K = MODEL.num_heads, MODEL.num_kv_heads
+    whole = [f"bf16[{layers}{heads},{MODEL.hidden_size},{MODEL.head_dim}]" for layers in ("", "1,") for heads in (N, K)]
+    assert f"{N // sizes[2]},{MODEL.hidden_size},{MODEL.head_dim}]" in text, "the search can find"
+    assert [line for line in text.splitlines() if "all-gather" in line and any(x in line for x in whole)] == []
 
 
 def test_decoding_one_token_at_a_time_copies_no_weights_and_multiplies_in_the_matrix_unit(as_tpus):

@@ -1,5 +1,6 @@
 """The kernels over a cache, for GPUs and for TPUs, interpreted, against dense float64 attention."""
 
+import dataclasses
 import functools
 import logging
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from benchmarks import correctness
 from tests.conftest import examples
+from tests.decode.models import TINY
 from tests.ops.cuda import lowered_for_cuda
 from tests.quick_jit import quick_jit
 from tests.reference.attention import attention
@@ -180,12 +182,26 @@ assert split_gpu.unsupported(None, None) == "jax {jax.__version__} has no Triton
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("attend", [KERNELS["window"], quick_jit(cache.attend_cache)], ids=["by the kernel", "by XLA"])
+def test_narrow_heads_are_read_from_a_cache_of_whole_lanes_as_a_tpu_holds_them(attend, monkeypatch):
+    monkeypatch.setattr(cache, "target_platform", lambda: "tpu")
+    config = dataclasses.replace(TINY, num_layers=2, head_dim=64, num_heads=4, num_kv_heads=2)
+    held, random = KVCache.zeros(config, 3, 48), np.random.default_rng(0)
+    assert held.k.shape == held.v.shape == (2, 3, 2, 48, 128)
+    q, k, v = (jnp.asarray(random.normal(size=(3, 40, heads, 64)), jnp.float32) for heads in (4, 2, 2))
+    held, end = held.write(1, jnp.zeros(3, jnp.int32), k, v), np.array([[1, 2], [17, 30], [39, 40]])
+    with jax.default_matmul_precision("highest"):
+        out = attend(q[:, :2], held.k, held.v, 1, end)
+    expected = attention(q[:, :2], k, v, np.arange(40) < end[..., None])[0]
+    np.testing.assert_allclose(out, expected, atol=5e-6)
+
+
 @pytest.mark.parametrize(
     ("queries", "heads", "kv_heads", "slots", "head_dim", "reason"),
     [
         (16, 32, 8, 4096, 128, None),
         (64, 64, 8, 4112, 128, None),
-        (16, 14, 2, 4096, 64, "a head dimension of 64 is not a multiple of 128"),
+        (16, 14, 2, 4096, 64, "a cache of 64 numbers a head is not of whole lanes of 128"),
         (16, 32, 8, 4100, 128, "a cache of 4100 slots is not a multiple of 16"),
         (64, 128, 8, 4096, 128, "64 queries of 128 heads over 8 of 128 are too large for a chip's memory"),
         (64, 64, 1, 4096, 128, "64 queries of 64 heads over 1 of 128 are too large for a chip's memory"),

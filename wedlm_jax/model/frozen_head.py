@@ -24,6 +24,7 @@ def cross_entropy_of_targets(
         picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         return jax.nn.logsumexp(logits, axis=-1) - picked
 
+    head_VD = _whole(head_VD, hidden_BCD)
     product = functools.partial(_logits, head_VD=head_VD, precision=precision)
     return _by_chunks(lambda hidden, targets: loss(product(hidden), targets), head_VD.shape[0], hidden_BCD, targets_BC)
 
@@ -41,6 +42,7 @@ def divergence_from_teacher(
     Its gradient, in hidden alone, is that of the cross-entropy, and it is 0 where the two agree.
     """
     chex.assert_equal_shape([hidden_BCD, teacher_BCD])
+    head_VD = _whole(head_VD, hidden_BCD)
 
     def loss(hidden: jax.Array, teacher: jax.Array) -> jax.Array:
         log_p, log_q = (
@@ -52,9 +54,13 @@ def divergence_from_teacher(
     return _by_chunks(loss, head_VD.shape[0], hidden_BCD, teacher_BCD)
 
 
+def _whole(head_VD: jax.Array, hidden: jax.Array) -> jax.Array:
+    """The head in the dtype of its products, gathered along D once: inside the loop over chunks XLA would gather it for each."""
+    return constrain(jax.lax.stop_gradient(head_VD).astype(hidden.dtype), "vocab", None)
+
+
 def _logits(hidden: jax.Array, *, head_VD: jax.Array, precision: str | None) -> jax.Array:
-    head = jax.lax.stop_gradient(head_VD).astype(hidden.dtype)
-    logits = jnp.einsum("BcD,VD->BcV", hidden, head, precision=precision, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("BcD,VD->BcV", hidden, head_VD, precision=precision, preferred_element_type=jnp.float32)
     return constrain(logits, "batch", None, "vocab")
 
 

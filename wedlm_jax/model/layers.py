@@ -22,7 +22,7 @@ from wedlm_jax.ops.rows_by_matrix import rows_by_matrix
 from wedlm_jax.ops.single_row import by_matrix_unit
 from wedlm_jax.ops.swiglu import swiglu
 from wedlm_jax.ops.tiles import by_tiles
-from wedlm_jax.sharding import constrain, whole_for_batch
+from wedlm_jax.sharding import constrain, cut_for_batch, over_mesh, whole_for_batch
 
 # The rows to which an adapter applies: none, all, or those where bool [B, L] is True.
 AdaptedRows = bool | jax.Array
@@ -94,15 +94,18 @@ class Linear(nnx.Module):
             kernel = kernel.astype(self.dtype)  # before it is gathered, which int8 is as it is
         # Of int8: on accelerators XLA widens it as the product reads it.
         kernel = whole_for_batch(kernel, self.axes, batch).astype(self.dtype)
+        if self.heads_first:
+            # So that XLA asks no other order of the stack, for many tokens neither. By each device of its own part: the
+            # partitioner, which does not look inside, would gather the kernel for it.
+            cut, layout = cut_for_batch(self.axes, batch), Layout(major_to_minor=(0, 1, 2))
+            (kernel,) = over_mesh(lambda x: (with_layout_constraint(x, layout),), [cut], [cut], kernel)
         accumulated = None if self.kernel_scale is None else jnp.float32
 
         def product(tokens: jax.Array) -> jax.Array:
             if self.turned:
                 return rows_by_matrix(tokens.reshape(len(tokens), -1), kernel).reshape(len(tokens), *self.outputs)
             if self.heads_first:
-                # So that XLA asks no other order of the stack, for many tokens neither.
-                as_it_lies = with_layout_constraint(kernel, Layout(major_to_minor=(0, 1, 2)))
-                return jnp.einsum("TD,NDH->TNH", tokens, as_it_lies, preferred_element_type=accumulated)
+                return jnp.einsum("TD,NDH->TNH", tokens, kernel, preferred_element_type=accumulated)
             return _product(self.equation, tokens, kernel, accumulated)
 
         y = by_matrix_unit(product, tokens)

@@ -8,7 +8,7 @@ every kernel but jax's own splash tried (`trial`) on the device first. Knows not
 """
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
-from wedlm_jax.ops.attention.cache import FEW_QUERIES, attend_cache
+from wedlm_jax.ops.attention.cache import FEW_QUERIES, attend_cache, held_head_dim
 from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
@@ -24,6 +24,7 @@ __all__ = [
     "attend_cache",
     "attend_ranges",
     "choose",
+    "held_head_dim",
     "merge",
     "target_platform",
 ]

@@ -8,11 +8,19 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from wedlm_jax.ops.attention.choice import target_platform
 from wedlm_jax.ops.attention.ranges import attend_ranges
 from wedlm_jax.ops.attention.split_gpu import attend_split
-from wedlm_jax.ops.attention.window_tpu import attend_window
+from wedlm_jax.ops.attention.window_tpu import LANES, attend_window
 
 FEW_QUERIES = 64  # of a row: what the kernels are for; a longer one, a prompt, has rows enough
+
+
+def held_head_dim(head_dim: int) -> int:
+    """Numbers that a cache holds of each head: on TPU whole lanes, of which those behind the head are 0. XLA pads them to as many
+    in memory anyway, but would lay narrower ones out in another order than its products read, and so copy the cache of all layers
+    in every layer."""
+    return -(-head_dim // LANES) * LANES if target_platform() == "tpu" else head_dim
 
 
 def attend_cache(
@@ -32,7 +40,7 @@ def attend_cache(
 
     Args:
       q_BTNH: queries [B, T, N, H].
-      k_LBKSH, v_LBKSH: keys and values of all layers [layers, B or more, K, S, H]; rows behind B are not read.
+      k_LBKSH, v_LBKSH: keys and values of all layers [layers, B or more, K, S, `held_head_dim(H)`]; rows behind B are not read.
       layer: the layer's number, int [].
       end_BT: int [B, T], in [1, S]; a larger one reads as S.
       implementation: "xla", or a kernel: "split_gpu" or "window_tpu", whose `unsupported` names no reason against it.
@@ -40,13 +48,15 @@ def attend_cache(
     Returns:
       out [B, T, N, H].
     """
-    B, T = q_BTNH.shape[:2]
-    S = k_LBKSH.shape[3]
+    B, T, _, H = q_BTNH.shape
+    S, held = k_LBKSH.shape[3:]
     chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
     if implementation != "xla":
         kernel = {"split_gpu": attend_split, "window_tpu": attend_window}[implementation]
         return kernel(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
+    if held > H:  # the queries get zeros, too: of keys that are cut off XLA would again copy the cache
+        q_BTNH = jnp.pad(q_BTNH * (held / H) ** 0.5, ((0, 0),) * 3 + ((0, held - H),))  # scaled by held ** -0.5 below
     contexts = [S]
     while contexts[0] >= 2 * smallest_context(B):
         contexts.insert(0, -(-contexts[0] // 2))
@@ -59,11 +69,11 @@ def attend_cache(
         return attend_ranges(q_BTNH, k_BCKH, v_BCKH, jnp.zeros_like(end_BT), jnp.minimum(end_BT, slots))[0]
 
     if len(contexts) == 1:
-        return attend_first(S, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)
+        return attend_first(S, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)[..., :H]
     # Not by a search, which would be a loop of its own in every layer.
     smallest = jnp.sum(jnp.max(end_BT) > jnp.array(contexts[:-1]))
     programs = [functools.partial(attend_first, slots) for slots in contexts]
-    return jax.lax.switch(smallest, programs, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)
+    return jax.lax.switch(smallest, programs, q_BTNH, k_LBKSH, v_LBKSH, jnp.asarray(layer), end_BT)[..., :H]
 
 
 def smallest_context(rows: int) -> int:

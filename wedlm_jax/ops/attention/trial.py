@@ -25,7 +25,7 @@ from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
 from wedlm_jax.ops.attention.splash import KeptMask, Mask, TwoStreamMask, splash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
-from wedlm_jax.ops.attention.window_tpu import attend_window
+from wedlm_jax.ops.attention.window_tpu import LANES, attend_window
 
 Kernels = Literal["flash", "split", "window", "splash", "kept"]
 NAMES = {
@@ -66,7 +66,7 @@ def failure(
         "splash": functools.partial(_streams, _by_splash),
         "kept": functools.partial(_streams, functools.partial(_by_splash, kept=True)),
         "split": functools.partial(_cache, attend_split),
-        "window": functools.partial(_cache, attend_window),
+        "window": functools.partial(_cache, _by_window),
     }
     programs = functools.partial(tried[kernels], num_heads, num_kv_heads, head_dim, dtype)
     # A thread of its own, for the arrays too: what is traced, and the mesh, are those of a thread.
@@ -105,6 +105,11 @@ def _cache(
             return tuple(attend(q, k, v, jnp.arange(CACHE_SLOTS) < end[..., None])[0])
 
     return ours, dense, tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+
+
+def _by_window(q, k, v, *arguments):
+    k, v = (jnp.pad(x, ((0, 0),) * 4 + ((0, -x.shape[4] % LANES),)) for x in (k, v))  # as a TPU holds them
+    return attend_window(q, k, v, *arguments)
 
 
 def _streams(

@@ -34,10 +34,10 @@ def unsupported(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> str | None:
     """Why the kernel cannot do this, or None if it can."""
     S, H = k_LBKSH.shape[3:]
     if H % LANES:
-        return f"a head dimension of {H} is not a multiple of {LANES}"
+        return f"a cache of {H} numbers a head is not of whole lanes of {LANES}"
     if S % SLOTS:  # XLA would copy the cache into one that is
         return f"a cache of {S} slots is not a multiple of {SLOTS}"
-    if math.prod(q_BTNH.shape[1:]) > MAX_QUERY_SIZE or _tile(q_BTNH, k_LBKSH) < LANES:
+    if math.prod(q_BTNH.shape[1:3]) * H > MAX_QUERY_SIZE or _tile(q_BTNH, k_LBKSH) < LANES:
         T, N = q_BTNH.shape[1:3]
         return f"{T} queries of {N} heads over {k_LBKSH.shape[2]} of {H} are too large for a chip's memory"
     if jax.config.jax_default_matmul_precision == "high":  # type: ignore[attr-defined]
@@ -62,14 +62,15 @@ def attend_window(
     Returns:
       out [B, T, N, H] in the dtype of q.
     """
-    B, T, N, H = q_BTNH.shape
-    K, S = k_LBKSH.shape[2:4]
+    B, T, N, head_dim = q_BTNH.shape
+    K, S, H = k_LBKSH.shape[2:]
     chex.assert_equal_shape([k_LBKSH, v_LBKSH])
     chex.assert_shape(end_BT, (B, T))
     rows = T * N // K
     tile = _tile(q_BTNH, k_LBKSH)
 
     end_BT = jnp.minimum(end_BT, S)
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0),) * 3 + ((0, H - head_dim),))  # by zeros, as the cache
     q_BKRH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B, K, rows, H)
     end_BR1 = jnp.repeat(end_BT, N // K, axis=1)[..., None]
     tiles_B = -(-jnp.max(end_BT, axis=1) // tile)
@@ -85,7 +86,7 @@ def attend_window(
     in_place = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k_LBKSH, v_LBKSH)]
     a_tile = pl.BlockSpec((None, None, K, tile, H), of_tile)
     out_BKRH = pl.pallas_call(
-        functools.partial(_kernel, slots=S, precision=precision),
+        functools.partial(_kernel, slots=S, scale=head_dim**-0.5, precision=precision),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(B, jnp.max(tiles_B)),
@@ -103,7 +104,7 @@ def attend_window(
         interpret=interpret,
         name="attend_window",
     )(jnp.reshape(jnp.asarray(layer, jnp.int32), 1), tiles_B.astype(jnp.int32), q_BKRH, end_BR1, *in_place)
-    return out_BKRH.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H)
+    return out_BKRH.reshape(B, K, T, N // K, H).swapaxes(1, 2).reshape(B, T, N, H)[..., :head_dim]
 
 
 def _tile(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> int:
@@ -115,12 +116,13 @@ def _tile(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> int:
 
 
 def _kernel(
-    layer_ref, tiles_ref, q_ref, end_ref, k_ref, v_ref, out_ref, seen_ref, peak_ref, total_ref, *, slots, precision
-):
+    layer_ref, tiles_ref, q_ref, end_ref, k_ref, v_ref, out_ref, seen_ref, peak_ref, total_ref,
+    *, slots, scale, precision,
+):  # fmt: skip
     """One tile of one row: adds it to the weighted values `seen` so far, the highest scores and the sums of the weights."""
     del layer_ref
     number, tiles = pl.program_id(1), tiles_ref[pl.program_id(0)]
-    (K, rows, H), tile = q_ref.shape, k_ref.shape[1]
+    (K, rows, _), tile = q_ref.shape, k_ref.shape[1]
 
     @pl.when(number == 0)
     def begin():
@@ -135,7 +137,7 @@ def _kernel(
         # Behind the last slot of the cache the last tile holds anything, not a number too.
         inside_C1 = number * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0) < slots
         for k in range(K):
-            scores_RC = H**-0.5 * jax.lax.dot_general(
+            scores_RC = scale * jax.lax.dot_general(
                 q_ref[k], k_ref[k], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
             )
             scores_RC = jnp.where(visible_RC, scores_RC, MASKED_SCORE)
