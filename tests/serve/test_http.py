@@ -528,6 +528,7 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
         for brought in (
             {},
             {"Authorization": "s3cret"},
+            {"Authorization": "Basic s3cret"},
             {"Authorization": "Bearer s3cre"},
             {"Authorization": "Bearer \xe9"},
         ):
@@ -540,6 +541,9 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
         right = {"Authorization": "Bearer s3cret"}
         assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
         assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)
+        assert (
+            look(server, "/v1/models", {"Authorization": "bearer  s3cret"})[0] == 200
+        )  # in any case, behind any spaces
 
 
 def post(server: Server, body: dict) -> bytes:

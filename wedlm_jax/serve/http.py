@@ -150,8 +150,10 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {reason(error)}")
 
     def _require_key(self) -> None:
-        key, brought = self.server.key, self.headers.get("Authorization", "")
-        if key is not None and not hmac.compare_digest(brought.encode(), f"Bearer {key}".encode()):
+        if (key := self.server.key) is None:
+            return
+        scheme, _, brought = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(brought.strip().encode(), key.encode()):
             self.close_connection = True  # a body is not read
             raise Refused(HTTPStatus.UNAUTHORIZED, "Authorization: bring the key of this server, as Bearer KEY")
 
