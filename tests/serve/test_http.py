@@ -279,7 +279,13 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, b"{", JSON, 400, "the body is no JSON"),
         (COMPLETIONS, b"[" * 100_000, JSON, 400, "the body is no JSON"),
         (COMPLETIONS, {"prompt": "Tom"}, {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
-        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Host": "evil.example:80"}, 403, "ask for localhost"),
+        (
+            COMPLETIONS,
+            {"prompt": "Tom"},
+            {**JSON, "Host": "evil.example:80"},
+            403,
+            "ask for localhost, or for a proxy's name set WEDLM_JAX_API_KEY",
+        ),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 12}, 413, "the body may have"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 5000}, 411, "Content-Length"),
@@ -539,11 +545,11 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
             connection.request("GET", "/v1/models")
             assert connection.getresponse().headers["WWW-Authenticate"] == "Bearer"
         right = {"Authorization": "Bearer s3cret"}
+        behind_proxy = {**JSON, **right, "Host": "llm.example.com"}  # which a page of that name could not send
+        assert ask(server, COMPLETIONS, {"prompt": ""}, behind_proxy)[0] == 400
         assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
         assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)
-        assert (
-            look(server, "/v1/models", {"Authorization": "bearer  s3cret"})[0] == 200
-        )  # in any case, behind any spaces
+        assert look(server, "/v1/models", {"Authorization": "bearer  s3cret"})[0] == 200
 
 
 def post(server: Server, body: dict) -> bytes:

@@ -26,12 +26,11 @@ from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.serve.http import Server, say
+from wedlm_jax.serve.http import KEY, Server, say
 from wedlm_jax.serve.service import Service
 
 SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
 LONG = 1.0  # seconds of compiling that the log tells of
-KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from wedlm_jax.serve.service import Call, Closed, Service
 LARGEST_BODY = 64 << 20  # bytes
 SECONDS_TO_LOOK = 0.5  # between two looks whether a client is still there
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
+KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 
 
@@ -170,14 +171,15 @@ class Handler(BaseHTTPRequestHandler):
             raise ClientGone
         self.close_connection = kept
         # A page in a browser may send anything but this to a server that does not allow it, and may have a name of its own that
-        # leads here.
+        # leads here; but it has no key.
         if self.headers.get_content_type() != "application/json":
             raise Refused(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send JSON, with the header Content-Type: application/json"
             )
-        if self.server.is_local and not _names_this_machine(self.headers.get("Host", "")):
+        if self.server.is_local and self.server.key is None and not _names_this_machine(self.headers.get("Host", "")):
             raise Refused(
-                HTTPStatus.FORBIDDEN, f"Host: {self.headers.get('Host')} is not this machine; ask for localhost"
+                HTTPStatus.FORBIDDEN,
+                f"Host: {self.headers.get('Host')} is not this machine; ask for localhost, or for a proxy's name set {KEY}",
             )
         try:
             return json.loads(raw)
