@@ -247,6 +247,20 @@ def test_of_a_head_the_headers_alone_are_sent(server):
             assert (reply.status, reply.read()) == (status, b"")  # and the connection goes on
 
 
+def test_a_reply_is_written_at_once(server, monkeypatch):
+    """Or a process that ends between two writes would leave a client with headers alone."""
+    writes = []
+
+    def set_up(handler, once=Handler.setup):
+        once(handler)
+        write = handler.wfile.write
+        handler.wfile.write = lambda some: writes.append(bytes(some)) or write(some)
+
+    monkeypatch.setattr(Handler, "setup", set_up)
+    assert look(server, "/health")[0] == 200 and ask(server, COMPLETIONS, {"prompt": ""})[0] == 400
+    assert [(reply[:9], reply[-1:]) for reply in writes] == [(b"HTTP/1.1 ", b"}")] * 2
+
+
 def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monkeypatch):
     """Which takes 40 ms on a connection that is kept open."""
     at_once = []
