@@ -235,6 +235,15 @@ def test_a_connection_serves_one_request_after_another(server):
             assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
 
 
+def test_a_body_may_come_in_chunks_and_the_connection_goes_on(server):
+    """As of Node's `req.write`, Java's `ofInputStream` and generators of httpx."""
+    with contextlib.closing(connect(server)) as connection:
+        for _ in range(2):
+            connection.request("POST", COMPLETIONS, iter([b'{"prom', b'pt": ""}']), JSON)
+            reply = connection.getresponse()
+            assert reply.status == 400 and "prompt is empty" in json.loads(reply.read())["error"]["message"]
+
+
 def test_of_a_head_the_headers_alone_are_sent(server):
     with contextlib.closing(connect(server)) as connection:
         for path, status in (("/health", 200), ("/v1/models", 200), ("/nowhere", 404), ("/health", 200)):
@@ -304,7 +313,8 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 5000}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "1_7"}, 411, "Content-Length"),
-        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Transfer-Encoding": "chunked"}, 411, "Content-Length"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Transfer-Encoding": "gzip"}, 501, "send the body as chunked"),
+        (COMPLETIONS, b"Tom\r\n", {**JSON, "Transfer-Encoding": "chunked"}, 400, "a chunk begins with no size"),
     ],
 )
 def test_what_is_refused_is_told_in_json(server, path, body, headers, status, complaint, capsys):

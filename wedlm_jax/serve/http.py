@@ -22,25 +22,13 @@ from wedlm_jax.engine import QueueFull, Ticket
 from wedlm_jax.errors import UserError, reason, shown
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
+from wedlm_jax.serve.body import ClientGone, Refused, read_body
 from wedlm_jax.serve.service import Call, Closed, Service
 
-LARGEST_BODY = 64 << 20  # bytes
 SECONDS_TO_LOOK = 0.5  # between two looks whether a client is still there
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
 KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
-
-
-class Refused(Exception):
-    """A request that is not served, with its status."""
-
-    def __init__(self, status: HTTPStatus, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Server(ThreadingHTTPServer):
@@ -161,15 +149,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
-        said = self.headers.get("Content-Length", "")
-        length = int(said) if said.isdecimal() and len(said) < 20 else -1  # int() would take +5 and 1_0, too
-        if length < 0 or "Transfer-Encoding" in self.headers:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
-        if length > LARGEST_BODY:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
-        raw = self.rfile.read(length)
-        if len(raw) < length:
-            raise ClientGone
+        raw = read_body(self.headers, self.rfile, self.request_version)
         self.close_connection = kept
         # A page in a browser may send anything but this to a server that does not allow it, and may have a name of its own that
         # leads here; but it has no key.
