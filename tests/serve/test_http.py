@@ -446,6 +446,30 @@ def test_a_server_that_ends_answers_with_what_it_has():
         assert ask(server, COMPLETIONS, {"prompt": "Tom"})[0] == 503
 
 
+def test_what_has_not_started_is_refused_where_the_server_ends(monkeypatch):
+    """An empty answer would be taken for the model's."""
+    with serving() as server, ThreadPoolExecutor(2) as threads:
+        engine = server.service.engine
+        monkeypatch.setattr(engine, "step", lambda: time.sleep(0.01))  # which starts nothing
+        whole = threads.submit(ask, server, COMPLETIONS, {"prompt": "Tom", "n": 2})
+        stream = threads.submit(post, server, {"prompt": "Tom", "stream": True})
+        wait_for(lambda: engine.waiting == 3)
+        assert server.service.close() and engine.waiting == 0
+        status, answer = whole.result()
+        assert (status, answer["error"]["message"]) == (503, "the server is about to end")
+        assert stream.result().decode() == f"data: {json.dumps(answer)}\n\n"
+
+
+def test_a_request_that_has_started_in_part_ends_with_what_it_has(monkeypatch):
+    monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
+    with serving() as server:
+        monkeypatch.setattr(server.service.engine, "step", lambda: time.sleep(0.01))
+        with server.service.serving(read_asked({"prompt": "Tom", "n": 2}, DEFAULTS, chat=False)) as call:
+            call.tickets[0].waits = False
+            server.service.close()
+            assert [ticket.result().finish_reason for ticket in call.tickets] == ["cancelled"] * 2
+
+
 def test_who_ends_a_server_is_told_whether_all_are_answered(monkeypatch):
     monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
     with serving() as server:

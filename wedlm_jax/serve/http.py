@@ -122,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
                         self._stream(answer, call)
                     else:
                         self._reply(HTTPStatus.OK, self._whole(answer, call))
-                except UserError as error:  # memory, for which the request can do nothing
+                except UserError as error:  # memory or the server's end, for which the request can do nothing
                     raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
             self._note(_summary(call.tickets, time.perf_counter() - started))
         except QueueFull:
