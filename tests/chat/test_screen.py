@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import re
+from types import SimpleNamespace
 
 from rich.console import Console
 
 from wedlm_jax.chat.screen import MASK, PlainScreen, TerminalScreen, window_text
+from wedlm_jax.decode.text import Commit
 
 from ..decode.test_stream import TEXT, reciter, settings, tokenizer
 from ..engine.models import engine
@@ -20,6 +22,19 @@ def test_masks_are_dim_dots_and_half_characters_are_dots():
     assert shown.plain == f"a{MASK}bb{MASK}{MASK}{MASK}"
     assert [str(span.style) for span in shown.spans] == ["cyan", "dim", "cyan", "dim", "cyan", "dim"]
     assert window_text([], tokenizer()).plain == ""
+
+
+def test_a_terminal_obeys_no_character_of_a_model():
+    """Which could rename its window, or fill the clipboard; a line end and a tab are text, and so is what joins an emoji."""
+    written, stream = "\x1b]0;mine\x07\x9b31mred\x7f\ttab\u3000👩\u200d🚀\r\nnext\x1b[2J", io.StringIO()
+    console = Console(file=stream, force_terminal=True, color_system=None, width=60, legacy_windows=False)
+    ticket = SimpleNamespace(take=lambda: [Commit([], written)], window=tokenizer().encode("\x1b]0;again\x07"))
+    with TerminalScreen(console, tokenizer()) as screen:
+        screen.update(ticket)
+    shown = re.sub(r"\x1b\[(\?25[lh]|1A|2K)", "", stream.getvalue())  # of rich's: the cursor, and what is drawn anew
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown)
+    assert "\N{REPLACEMENT CHARACTER}]0;mine" in shown and "\N{REPLACEMENT CHARACTER}]0;again" in shown
+    assert "tab\u3000👩\u200d🚀" in shown
 
 
 def shown_by(screen, stream: io.StringIO, ticket) -> str:

@@ -84,7 +84,7 @@ def test_it_answers_and_ends_well_where_nobody_reads_its_log(folder):
 
 
 def test_its_log_tells_what_a_request_waits_for(folder):
-    """A cache that is taken for the first request of a decoder, and what is compiled."""
+    """A cache that is taken for the first request of another decoder, and what is compiled: of its own nothing is any more."""
     script = "from wedlm_jax.serve import __main__ as command; command.LONG = 0; command.main()"
     with subprocess.Popen(
         [sys.executable, "-c", script, "--model", folder, "--port", "0", *FLAGS],
@@ -93,14 +93,18 @@ def test_its_log_tells_what_a_request_waits_for(folder):
         try:
             while not (found := re.search(r"at http://127\.0\.0\.1:(\d+)/v1", process.stderr.readline())):
                 assert process.poll() is None
-            body = json.dumps({"prompt": "Tom", "max_tokens": 2, "decoder": "streaming"})
             connection = http.client.HTTPConnection("127.0.0.1", int(found[1]), timeout=60)
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-            assert connection.getresponse().status == 200
+            for changes in ({"temperature": 0.7, "top_p": 0.9}, {}, {"decoder": "streaming"}):
+                body = json.dumps({"prompt": [5, 6], "max_tokens": 2, **changes})
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                reply = connection.getresponse()
+                assert (reply.status, bool(reply.read())) == (200, True)
             process.send_signal(signal.SIGINT)
             said = process.stderr.read()
-            assert re.match(r"taking a cache of .*: 2 rows of \d+ slots for decoder=streaming\n", said)
-            assert re.search(r"^compiled a program in \d+\.\d s$", said, re.MULTILINE)
+            own, other = said.split("taking a cache of ")
+            assert re.fullmatch(r"(127\.0\.0\.1 POST /v1/completions: 2 tokens, .* s\n){2}", own)
+            assert re.match(r".*: 2 rows of \d+ slots for decoder=streaming\n", other)
+            assert re.search(r"^compiled a program in \d+\.\d s$", other, re.MULTILINE)
             assert process.wait(60) == 0
         finally:
             process.kill()

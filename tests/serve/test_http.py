@@ -235,6 +235,15 @@ def test_a_connection_serves_one_request_after_another(server):
             assert (reply.status, bool(json.loads(reply.read()))) == (status, True)
 
 
+def test_a_body_may_come_in_chunks_and_the_connection_goes_on(server):
+    """As of Node's `req.write`, Java's `ofInputStream` and generators of httpx."""
+    with contextlib.closing(connect(server)) as connection:
+        for _ in range(2):
+            connection.request("POST", COMPLETIONS, iter([b'{"prom', b'pt": ""}']), JSON)
+            reply = connection.getresponse()
+            assert reply.status == 400 and "prompt is empty" in json.loads(reply.read())["error"]["message"]
+
+
 def test_of_a_head_the_headers_alone_are_sent(server):
     with contextlib.closing(connect(server)) as connection:
         for path, status in (("/health", 200), ("/v1/models", 200), ("/nowhere", 404), ("/health", 200)):
@@ -245,6 +254,20 @@ def test_of_a_head_the_headers_alone_are_sent(server):
             reply = connection.getresponse()
             assert (reply.status, reply.headers["Content-Length"]) == (whole.status, str(len(body))) and body
             assert (reply.status, reply.read()) == (status, b"")  # and the connection goes on
+
+
+def test_a_reply_is_written_at_once(server, monkeypatch):
+    """Or a process that ends between two writes would leave a client with headers alone."""
+    writes = []
+
+    def set_up(handler, once=Handler.setup):
+        once(handler)
+        write = handler.wfile.write
+        handler.wfile.write = lambda some: writes.append(bytes(some)) or write(some)
+
+    monkeypatch.setattr(Handler, "setup", set_up)
+    assert look(server, "/health")[0] == 200 and ask(server, COMPLETIONS, {"prompt": ""})[0] == 400
+    assert [(reply[:9], reply[-1:]) for reply in writes] == [(b"HTTP/1.1 ", b"}")] * 2
 
 
 def test_a_piece_does_not_wait_until_the_one_before_is_acknowledged(server, monkeypatch):
@@ -279,12 +302,19 @@ def test_the_model_is_listed_by_its_name(server):
         (COMPLETIONS, b"{", JSON, 400, "the body is no JSON"),
         (COMPLETIONS, b"[" * 100_000, JSON, 400, "the body is no JSON"),
         (COMPLETIONS, {"prompt": "Tom"}, {"Content-Type": "text/plain"}, 415, "Content-Type: application/json"),
-        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Host": "evil.example:80"}, 403, "ask for localhost"),
+        (
+            COMPLETIONS,
+            {"prompt": "Tom"},
+            {**JSON, "Host": "evil.example:80"},
+            403,
+            "ask for localhost, or for a proxy's name set WEDLM_JAX_API_KEY",
+        ),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 12}, 413, "the body may have"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "-1"}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "9" * 5000}, 411, "Content-Length"),
         (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Content-Length": "1_7"}, 411, "Content-Length"),
-        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Transfer-Encoding": "chunked"}, 411, "Content-Length"),
+        (COMPLETIONS, {"prompt": "Tom"}, {**JSON, "Transfer-Encoding": "gzip"}, 501, "send the body as chunked"),
+        (COMPLETIONS, b"Tom\r\n", {**JSON, "Transfer-Encoding": "chunked"}, 400, "a chunk begins with no size"),
     ],
 )
 def test_what_is_refused_is_told_in_json(server, path, body, headers, status, complaint, capsys):
@@ -416,6 +446,30 @@ def test_a_server_that_ends_answers_with_what_it_has():
         assert ask(server, COMPLETIONS, {"prompt": "Tom"})[0] == 503
 
 
+def test_what_has_not_started_is_refused_where_the_server_ends(monkeypatch):
+    """An empty answer would be taken for the model's."""
+    with serving() as server, ThreadPoolExecutor(2) as threads:
+        engine = server.service.engine
+        monkeypatch.setattr(engine, "step", lambda: time.sleep(0.01))  # which starts nothing
+        whole = threads.submit(ask, server, COMPLETIONS, {"prompt": "Tom", "n": 2})
+        stream = threads.submit(post, server, {"prompt": "Tom", "stream": True})
+        wait_for(lambda: engine.waiting == 3)
+        assert server.service.close() and engine.waiting == 0
+        status, answer = whole.result()
+        assert (status, answer["error"]["message"]) == (503, "the server is about to end")
+        assert stream.result().decode() == f"data: {json.dumps(answer)}\n\n"
+
+
+def test_a_request_that_has_started_in_part_ends_with_what_it_has(monkeypatch):
+    monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
+    with serving() as server:
+        monkeypatch.setattr(server.service.engine, "step", lambda: time.sleep(0.01))
+        with server.service.serving(read_asked({"prompt": "Tom", "n": 2}, DEFAULTS, chat=False)) as call:
+            call.tickets[0].waits = False
+            server.service.close()
+            assert [ticket.result().finish_reason for ticket in call.tickets] == ["cancelled"] * 2
+
+
 def test_who_ends_a_server_is_told_whether_all_are_answered(monkeypatch):
     monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
     with serving() as server:
@@ -528,6 +582,7 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
         for brought in (
             {},
             {"Authorization": "s3cret"},
+            {"Authorization": "Basic s3cret"},
             {"Authorization": "Bearer s3cre"},
             {"Authorization": "Bearer \xe9"},
         ):
@@ -538,8 +593,11 @@ def test_a_server_with_a_key_answers_those_alone_who_bring_it():
             connection.request("GET", "/v1/models")
             assert connection.getresponse().headers["WWW-Authenticate"] == "Bearer"
         right = {"Authorization": "Bearer s3cret"}
+        behind_proxy = {**JSON, **right, "Host": "llm.example.com"}  # which a page of that name could not send
+        assert ask(server, COMPLETIONS, {"prompt": ""}, behind_proxy)[0] == 400
         assert ask(server, COMPLETIONS, asked, {**JSON, **right})[0] == 200
         assert (look(server, "/v1/models", right)[0], look(server, "/health")[0]) == (200, 200)
+        assert look(server, "/v1/models", {"Authorization": "bearer  s3cret"})[0] == 200
 
 
 def post(server: Server, body: dict) -> bytes:

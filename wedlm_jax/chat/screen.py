@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.engine import Ticket
 
 MASK, HALF_CHARACTER = "·", "\N{REPLACEMENT CHARACTER}"
+OBEYED = re.compile(r"[\x00-\x08\v\f\x0e-\x1f\x7f-\x9f]")  # by a terminal; tabs and line ends are text
 
 
 class Screen(Protocol):
@@ -67,7 +69,8 @@ class TerminalScreen:
         self._print(self._line)
 
     def update(self, ticket: Ticket) -> None:
-        *lines, self._line = (self._line + "".join(commit.text or "" for commit in ticket.take())).split("\n")
+        committed = harmless("".join(commit.text or "" for commit in ticket.take()))
+        *lines, self._line = (self._line + committed).split("\n")
         for line in lines:
             self._print(line)
         drawn = (Text(self._line) + window_text(ticket.window, self._tokenizer)).wrap(
@@ -80,6 +83,11 @@ class TerminalScreen:
         self._console.print(Text(line), soft_wrap=True)
 
 
+def harmless(text: str) -> str:
+    """Text of a model with a replacement character for each that a terminal would obey, as ESC."""
+    return OBEYED.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def window_text(window: list[int | None], tokenizer: Any) -> Text:
     """Filled tokens as text, masks as dim dots; tokens that make half a character are dots too, control tokens nothing."""
     decode = decoder_behind(tokenizer)
@@ -89,7 +97,7 @@ def window_text(window: list[int | None], tokenizer: Any) -> Text:
             run.append(token)
             continue
         text = decode(run, skip_special_tokens=True).replace("\n", " ")
-        shown.append(text.replace(HALF_CHARACTER, MASK), style="cyan").append(MASK, style="dim")
+        shown.append(harmless(text.replace(HALF_CHARACTER, MASK)), style="cyan").append(MASK, style="dim")
         run = []
     return shown[:-1] if window else Text()
 

@@ -26,12 +26,11 @@ from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 from wedlm_jax.model_flags import ChatModelFlags
-from wedlm_jax.serve.http import Server, say
+from wedlm_jax.serve.http import KEY, Server, say
 from wedlm_jax.serve.service import Service
 
-SMALLEST_CONTEXT = 3  # of the request that compiles: a prompt of two tokens, and its answer
+SMALLEST_CONTEXT = 3  # of the requests that compile: a prompt of two tokens, and its answer
 LONG = 1.0  # seconds of compiling that the log tells of
-KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +81,9 @@ def serve(args: Serve) -> None:
         server.service = Service(engine, args.name or args.model, args.decode, broken=end)
         tell_what_is_waited_for()
         say("compiling")
-        engine.submit([0] * (SMALLEST_CONTEXT - 1), dataclasses.replace(args.decode, max_new_tokens=1)).result()
+        for token, temperature in enumerate((0.0, 1.0)):  # each a program, and while one is compiled all streams wait
+            config = dataclasses.replace(args.decode, temperature=temperature, max_new_tokens=1)
+            engine.submit([token] * (SMALLEST_CONTEXT - 1), config).result()  # another token: nothing is used again
         say(
             f"{server.service.name} at {server.url}: {args.rows} rows of {engine.context} tokens, a cache of "
             f"{in_words(engine.cache_bytes)}; Ctrl-C ends"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import io
 import ipaddress
 import json
 import select
@@ -21,24 +22,13 @@ from wedlm_jax.engine import QueueFull, Ticket
 from wedlm_jax.errors import UserError, reason, shown
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
+from wedlm_jax.serve.body import ClientGone, Refused, read_body
 from wedlm_jax.serve.service import Call, Closed, Service
 
-LARGEST_BODY = 64 << 20  # bytes
 SECONDS_TO_LOOK = 0.5  # between two looks whether a client is still there
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
+KEY = "WEDLM_JAX_API_KEY"  # in the environment, since every user of a machine can read the flags of its processes
 MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
-
-
-class Refused(Exception):
-    """A request that is not served, with its status."""
-
-    def __init__(self, status: HTTPStatus, message: str):
-        super().__init__(message)
-        self.status = status
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 class Server(ThreadingHTTPServer):
@@ -132,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
                         self._stream(answer, call)
                     else:
                         self._reply(HTTPStatus.OK, self._whole(answer, call))
-                except UserError as error:  # memory, for which the request can do nothing
+                except UserError as error:  # memory or the server's end, for which the request can do nothing
                     raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
             self._note(_summary(call.tickets, time.perf_counter() - started))
         except QueueFull:
@@ -150,32 +140,27 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, f"{type(error).__name__}: {reason(error)}")
 
     def _require_key(self) -> None:
-        key, brought = self.server.key, self.headers.get("Authorization", "")
-        if key is not None and not hmac.compare_digest(brought.encode(), f"Bearer {key}".encode()):
+        if (key := self.server.key) is None:
+            return
+        scheme, _, brought = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(brought.strip().encode(), key.encode()):
             self.close_connection = True  # a body is not read
             raise Refused(HTTPStatus.UNAUTHORIZED, "Authorization: bring the key of this server, as Bearer KEY")
 
     def _body(self) -> Any:
         self.close_connection, kept = True, self.close_connection  # unless all is read, what follows is no request
-        said = self.headers.get("Content-Length", "")
-        length = int(said) if said.isdecimal() and len(said) < 20 else -1  # int() would take +5 and 1_0, too
-        if length < 0 or "Transfer-Encoding" in self.headers:
-            raise Refused(HTTPStatus.LENGTH_REQUIRED, "Content-Length: say how many bytes the body has")
-        if length > LARGEST_BODY:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body may have {LARGEST_BODY} bytes, not {length}")
-        raw = self.rfile.read(length)
-        if len(raw) < length:
-            raise ClientGone
+        raw = read_body(self.headers, self.rfile, self.request_version)
         self.close_connection = kept
         # A page in a browser may send anything but this to a server that does not allow it, and may have a name of its own that
-        # leads here.
+        # leads here; but it has no key.
         if self.headers.get_content_type() != "application/json":
             raise Refused(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send JSON, with the header Content-Type: application/json"
             )
-        if self.server.is_local and not _names_this_machine(self.headers.get("Host", "")):
+        if self.server.is_local and self.server.key is None and not _names_this_machine(self.headers.get("Host", "")):
             raise Refused(
-                HTTPStatus.FORBIDDEN, f"Host: {self.headers.get('Host')} is not this machine; ask for localhost"
+                HTTPStatus.FORBIDDEN,
+                f"Host: {self.headers.get('Host')} is not this machine; ask for localhost, or for a proxy's name set {KEY}",
             )
         try:
             return json.loads(raw)
@@ -233,6 +218,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, status: HTTPStatus, content: dict[str, Any]) -> None:
         encoded = json.dumps(content).encode()
+        client, self.wfile = self.wfile, io.BytesIO()  # one write: a process that ends leaves no headers without a body
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(encoded)))
@@ -243,8 +229,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("Connection", "close")
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(encoded)
+        head, self.wfile = self.wfile.getvalue(), client
+        client.write(head if self.command == "HEAD" else head + encoded)
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         self._note(f"{status.value}: {message}")

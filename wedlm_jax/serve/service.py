@@ -16,6 +16,7 @@ from wedlm_jax.serve.asked import Asked
 
 # For requests that are cancelled. A step that compiles may take longer, prompts that are scored, a client that does not read.
 SECONDS_TO_END = 30
+ENDING = "the server is about to end"
 COMPOSED = 4  # characters, at most, of which a tokenizer that normalizes text (NFC) makes one
 
 
@@ -104,7 +105,7 @@ class Service:
                     tickets.append(self.engine.submit(ids, config, row=row, name=name))
             with self._changed:
                 if self._closed:
-                    raise Closed("the server is about to end")
+                    raise Closed(ENDING)
                 self._open.add(call)
                 self._changed.notify_all()
             yield call
@@ -117,7 +118,8 @@ class Service:
                     self._changed.notify_all()
 
     def close(self) -> bool:
-        """Takes no more requests, ends those that run with what they have, and waits until they are answered, but not for ever.
+        """Takes no more requests, fails those of which nothing has started, ends the others with what they have, and waits until
+        all are answered, but not for ever.
 
         Returns:
           whether all are answered and the engine stands still.
@@ -126,7 +128,9 @@ class Service:
             self._closed = True
             still_open = [*self._open]
             self._changed.notify_all()
-        self._cancel(still_open)
+        with self.engine.turns:  # at once: a row that one leaves could start another
+            self._refuse_waiting(still_open)
+            self._cancel(still_open)
         for call in still_open:
             call.tell()
         with self._changed:
@@ -157,6 +161,14 @@ class Service:
 
     def _has_work(self) -> bool:
         return not all(call.done for call in self._open)
+
+    def _refuse_waiting(self, calls: Sequence[Call]) -> None:
+        """Fails calls of which no completion has a row: an empty answer would be taken for what the model says."""
+        for call in calls:
+            if all(ticket.status == "waiting" for ticket in call.tickets):
+                for ticket in call.tickets:
+                    self.engine.withdraw(ticket)
+                    ticket.fail(UserError(ENDING))
 
     def _cancel(self, calls: Sequence[Call]) -> None:
         left = [ticket for call in calls for ticket in call.tickets if not ticket.done]
