@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.test_chat import NO_PROMPT, of_style
 from tests.data.tiny import chat, config_of, stream, tokenizer, write_lines
-from wedlm_jax.data.config import DataConfig, WeightedSource
+from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example, check_mask
 from wedlm_jax.data.pipeline import PackedBatches
@@ -372,6 +372,10 @@ def part(**fields):
         (
             lambda: DataConfig(source="mixture", mixture=(part(), part(source="tokens", document_end_id=320))),
             "data.mixture[1].document_end_id=320 is none of the tokenizer's tokens, 0 to 2",
+        ),
+        (
+            lambda: DataConfig(self_generated=SelfGenerated(), loss_on_turns="each"),
+            "data.self_generated is set, which answers the last prompt of a conversation alone",
         ),
         (lambda: DataConfig(num_groups=0), "data.num_groups=0 must be at least 1"),
         (lambda: DataConfig(num_workers=-1), "data.num_workers=-1 must be at least 0"),

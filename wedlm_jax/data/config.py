@@ -131,7 +131,9 @@ class DataConfig(SourceConfig):
     num_problems: int = 100_000  # quickstart_tasks: problems drawn before they come again in another order
     num_end_tokens: int = 8  # end-of-turn targets after the last turn of a conversation or completion, its own included
     end_token: str | None = None  # ends a turn, a completion, a text; None is the tokenizer's eos token
-    loss_on_turns: Literal["all", "last"] = "all"  # which of the assistant's turns are learned
+    # Which of the assistant's turns are learned; "each" is all of them, every one in an example of its own that ends with it, as
+    # templates need that write a turn otherwise once others follow. What is before a turn is then read again for each
+    loss_on_turns: Literal["all", "last", "each"] = "all"
     # Variables of the chat template, a JSON object such as {"enable_thinking": false}. The workdir's template and that of an
     # export have them as defaults, so that prompts are written as in training
     chat_template_kwargs: str | None = None
@@ -176,6 +178,11 @@ class DataConfig(SourceConfig):
             raise UserError(
                 f"data.self_generated is set, but data.source={without[0]} has no prompts; use conversations, or prompts "
                 "with completions"
+            )
+        if self.self_generated and self.loss_on_turns == "each":
+            raise UserError(
+                "data.self_generated is set, which answers the last prompt of a conversation alone; leave out "
+                "data.loss_on_turns=each"
             )
         if self.held_out_share is not None and (own := _that_split_themselves(parts)):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
