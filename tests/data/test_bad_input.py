@@ -55,7 +55,8 @@ BAD_LINES = {
     "no object": ("3", "a JSON object is expected, with keys, and this is int"),
     "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt with completion is there (there are: dialog)"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
-    "a wrong type": ('{"messages": "hi"}', "messages is str, not a list of messages"),
+    "text that is no messages": ('{"messages": "hi"}', "messages is text that is no JSON"),
+    "a wrong type": ('{"messages": "3"}', "messages is int, not a list of messages"),
     "one message without its list": (json.dumps({"messages": USER}), "messages is an object, not a list of messages"),
     "one message of two words of one length": (
         '{"messages": {"role": "user", "content": "word"}}', "messages is an object, not a list of messages",
@@ -167,7 +168,8 @@ def test_json_that_is_no_jsonl_is_told_whichever_line_is_met_first(tmp_path, tex
     """The line that is told may be any, for all are shuffled; alone it says nothing of what is wrong."""
     path = tmp_path / "chat.json"
     path.write_text(text)
-    assert "; JSONL has one object a line, and no array of them" in told(config_of(path))
+    command = "jq -c ." if text.startswith("{") else 'jq -c ".[]"'
+    assert f"; JSONL has one object a line, and no array of them; `{command}` writes it so" in told(config_of(path))
 
 
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
@@ -262,6 +264,12 @@ FILES = {
     "a text file that is not UTF-8": ("a.txt", "text", lambda path: path.write_bytes(b"ab\xff"), "a.txt: not UTF-8 (byte 2)"),
     "an empty text": ("a.txt", "text", lambda path: path.touch(), "a.txt: the text is empty"),
     "bad parquet": ("a.parquet", "parquet", lambda path: path.write_text("PAR1"), "cannot be read as parquet"),
+    "a row of CSV with a column less": (
+        "a.csv", "csv", lambda path: path.write_text("text,b\nthe\n"), "cannot be read as CSV (CSV parse error: Expected 2",
+    ),
+    "CSV of other columns": ("a.csv", "csv", lambda path: path.write_text("q;a\n1;2\n"), "is there (there are: q;a); name what"),
+    "CSV that is not UTF-8": ("a.csv", "csv", lambda path: path.write_bytes(b"text\n\xff\n"), "cannot be read as CSV"),
+    "CSV as JSONL": ("a.csv", "chat", lambda path: path.write_text("q,a\n"), "; a table in CSV is data.source=csv"),
     "no array": ("a.npy", "tokens", lambda path: path.write_text("hello"), "no array of tokens in .npy format"),
     "a pickled array": ("a.npy", "tokens", saved(np.array([{}], object)), "no array of tokens in .npy format"),
     "floats": ("a.npy", "tokens", saved(np.ones(4)), "holds float64 (4,); whole numbers are expected"),

@@ -18,12 +18,13 @@ SourceName = Literal[
     "tokens",
     "tfds",
     "parquet",
+    "csv",
     "hf_dataset",
     "completions",
     "mixture",
 ]
 
-_TABLES = ("tfds", "parquet", "hf_dataset")
+_TABLES = ("tfds", "parquet", "csv", "hf_dataset")
 # The sources that read a field; set with any other source, it is an error and not silently without effect.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "path": ("stdlib_code", "chat", "text", "tokens", "completions", *_TABLES),

@@ -18,7 +18,7 @@ from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
+from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.errors import UserError, reading
 
@@ -58,6 +58,8 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
         sources = [TokenArray(file, part, row_length) for file in find_files(path, (".npy",))]
     elif part.source == "parquet":
         sources = [ParquetTable(str(file), part) for file in find_files(path, (".parquet",))]
+    elif part.source == "csv":
+        sources = [CsvTable(str(file), part) for file in find_files(path, CSV_ENDINGS)]
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
     if not any(map(len, sources)):
