@@ -312,6 +312,17 @@ def test_missing_and_unreadable_places_are_told(tmp_path, monkeypatch):
     assert told(config_of(tmp_path)) == f"{tmp_path}: the folder cannot be read (Permission denied)"
 
 
+@pytest.mark.parametrize("path", ["", "*.jsonl"])
+def test_a_file_that_is_held_out_and_trained_on_is_told(tmp_path, path):
+    write_lines(tmp_path / "train.jsonl", GOOD)
+    write_lines(tmp_path / "valid.jsonl", GOOD)
+    both = config_of(tmp_path / path, held_out_share=None, held_out_path=f"{tmp_path}/../{tmp_path.name}/valid.jsonl")
+    assert told(both).startswith(
+        f"{tmp_path}/valid.jsonl: is of data.held_out_path={both.held_out_path} and of data.path"
+    )
+    Documents(dataclasses.replace(both, path=str(tmp_path / "train*")), tokenizer(), 0, "train")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -372,6 +383,16 @@ def part(**fields):
         (lambda: DataConfig(source="text", path="x", messages_column="m"), "data.messages_column is set, but data.source=text"),
         (lambda: DataConfig(source="chat", path="x", subset="m"), "data.subset is set, but data.source=chat"),
         (lambda: DataConfig(held_out_share=0.1), "data.held_out_share is set, but quickstart_tasks holds out a fixed share"),
+        (
+            lambda: DataConfig(source="chat", path="x", held_out_path="y", held_out_share=0.1),
+            "data.held_out_share is set, but held_out_path or held_out_split says what is held out",
+        ),
+        (
+            lambda: DataConfig(source="chat", path="x", held_out_path="x"),
+            "data.held_out_path=x is what is trained on; name another place",
+        ),
+        (lambda: DataConfig(held_out_path="x"), "data.held_out_path is set, but data.source=quickstart_tasks does not read it"),
+        (lambda: DataConfig(source="text", path="x", held_out_split="test"), "data.held_out_split is set, but data.source=text"),
         (lambda: DataConfig(held_out_share=1.0), "data.held_out_share=1.0 must be at least 0 and below 1"),
         (
             lambda: DataConfig(source="tokens", path="x", document_end_id=-1),

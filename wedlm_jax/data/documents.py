@@ -60,8 +60,10 @@ class Documents:
         self._tokenizer = with_end_token(with_chat_template(tokenizer, config), config.end_token)
         self._check_document_ends()
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
+        # Whether each source holds documents of this split and of no other.
+        self._alone = [part.splits_itself for part in config.parts]
         self.records = [len(source) for source in self._sources]
-        self.names = [str(part.path or part.source) for part in config.parts]
+        self.names = [str(part.of_split(split).path or part.source) for part in config.parts]
         self.share_is_fixed = config.share_is_fixed
         self.epoch = sum(self.records)  # documents, of both splits where a source has both
 
@@ -116,7 +118,7 @@ class Documents:
     def _weights(self) -> Sequence[float]:
         """By which the parts take turns. In every turn of a source that splits itself there is a document of this split, in those
         of another only as often as its documents are of it: beside such a one the former is given that many fewer."""
-        alone, weights = [source.splits_itself for source in self._sources], self._config.weights
+        alone, weights = self._alone, self._config.weights
         if len(set(alone)) == 1:
             return weights
         share = self._config.share_held_out if self.split == "held_out" else 1 - self._config.share_held_out
@@ -151,7 +153,7 @@ class Documents:
     def _read(self, number: int, place: int, index: int) -> Document:
         source = self._sources[number]
         raw = source.fetch(place)
-        if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
+        if not self._alone[number] and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
             return Document(part=number)
         try:
             return Document(self._examples(source.parse(place, raw), index), part=number)

@@ -39,8 +39,6 @@ class JsonLines:
     that reads it holds it decompressed.
     """
 
-    splits_itself = False
-
     def __init__(self, path: Path, config: SourceConfig):
         self._path, self._config = path, config
         self._offsets: np.ndarray | None = None  # int64 [lines + 1]

@@ -20,8 +20,6 @@ _CSV_BLOCK = 1 << 24  # bytes that are parsed at once; no row is longer
 class Table(abc.ABC):
     """Rows of named columns. A subclass opens them; a worker process opens them again."""
 
-    splits_itself = False
-
     def __init__(self, path: str, config: SourceConfig):
         self._path, self._config = path, config
         self._rows: Any = None
