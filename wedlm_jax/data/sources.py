@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _ENDINGS: Mapping[str, tuple[str, ...] | None] = {
     "parquet": (".parquet",),
     "csv": CSV_ENDINGS,
 }
+_SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
 
@@ -70,6 +72,13 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
         raise UserError(
             f"{path}: no file is JSONL, so data.text_column={part.text_column} has no effect; remove it, or let names end in "
             ".jsonl"
+        )
+    # In a folder such a file may be meant so, as code with its package.json.
+    if isinstance(sources[0], TextFile) and path.lower().endswith(_SYNTAX) and Path(path).expanduser().is_file():
+        warnings.warn(
+            f"{path} is learned as plain text, commas, quotes and brackets too; of a table data.source=csv reads the columns, "
+            "of JSON write one object with a text a line, as .jsonl",
+            stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
     if not any(map(len, sources)):
         raise UserError(f"{path}: {'the text is empty' if part.source == 'text' else 'has no rows'}")
