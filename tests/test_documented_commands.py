@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from jax.sharding import AbstractMesh
 
+from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.experiment import DataConfig, Study, TokenizerConfig, load_named
@@ -61,10 +62,8 @@ def assert_it_starts(experiment, devices: int, processes: int) -> None:
     """On so many devices: its sources read the fields that are set, and its rows can be shared out."""
     assert experiment.data.parts
     experiment.check_batch(mesh_of(experiment.mesh, devices))
-    drawn = dataclasses.replace(
-        experiment.data, source="quickstart_tasks", path=None, mixture=(), self_generated=None, num_workers=0,
-        prompt_column=None, completion_column=None,
-    )  # fmt: skip
+    built_in = {field.name: field.default for field in dataclasses.fields(SourceConfig)}
+    drawn = dataclasses.replace(experiment.data, **built_in, mixture=(), self_generated=None, num_workers=0)
     J, rows = experiment.objective.block_size, experiment.train.batch_size
     batches(drawn, tokenizer(), J, rows, 0, process_count=processes)
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.test_chat import NO_PROMPT, of_style
 from tests.data.tiny import chat, config_of, stream, tokenizer, write_lines
-from wedlm_jax.data.config import DataConfig, WeightedSource
+from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example, check_mask
 from wedlm_jax.data.pipeline import PackedBatches
@@ -55,7 +55,8 @@ BAD_LINES = {
     "no object": ("3", "a JSON object is expected, with keys, and this is int"),
     "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt with completion is there (there are: dialog)"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
-    "a wrong type": ('{"messages": "hi"}', "messages is str, not a list of messages"),
+    "text that is no messages": ('{"messages": "hi"}', "messages is text that is no JSON"),
+    "a wrong type": ('{"messages": "3"}', "messages is int, not a list of messages"),
     "one message without its list": (json.dumps({"messages": USER}), "messages is an object, not a list of messages"),
     "one message of two words of one length": (
         '{"messages": {"role": "user", "content": "word"}}', "messages is an object, not a list of messages",
@@ -167,7 +168,8 @@ def test_json_that_is_no_jsonl_is_told_whichever_line_is_met_first(tmp_path, tex
     """The line that is told may be any, for all are shuffled; alone it says nothing of what is wrong."""
     path = tmp_path / "chat.json"
     path.write_text(text)
-    assert "; JSONL has one object a line, and no array of them" in told(config_of(path))
+    command = "jq -c ." if text.startswith("{") else 'jq -c ".[]"'
+    assert f"; JSONL has one object a line, and no array of them; `{command}` writes it so" in told(config_of(path))
 
 
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
@@ -262,6 +264,12 @@ FILES = {
     "a text file that is not UTF-8": ("a.txt", "text", lambda path: path.write_bytes(b"ab\xff"), "a.txt: not UTF-8 (byte 2)"),
     "an empty text": ("a.txt", "text", lambda path: path.touch(), "a.txt: the text is empty"),
     "bad parquet": ("a.parquet", "parquet", lambda path: path.write_text("PAR1"), "cannot be read as parquet"),
+    "a row of CSV with a column less": (
+        "a.csv", "csv", lambda path: path.write_text("text,b\nthe\n"), "cannot be read as CSV (CSV parse error: Expected 2",
+    ),
+    "CSV of other columns": ("a.csv", "csv", lambda path: path.write_text("q;a\n1;2\n"), "is there (there are: q;a); name what"),
+    "CSV that is not UTF-8": ("a.csv", "csv", lambda path: path.write_bytes(b"text\n\xff\n"), "cannot be read as CSV"),
+    "CSV as JSONL": ("a.csv", "chat", lambda path: path.write_text("q,a\n"), "; a table in CSV is data.source=csv"),
     "no array": ("a.npy", "tokens", lambda path: path.write_text("hello"), "no array of tokens in .npy format"),
     "a pickled array": ("a.npy", "tokens", saved(np.array([{}], object)), "no array of tokens in .npy format"),
     "floats": ("a.npy", "tokens", saved(np.ones(4)), "holds float64 (4,); whole numbers are expected"),
@@ -302,6 +310,17 @@ def test_missing_and_unreadable_places_are_told(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refused)
     assert told(config_of(tmp_path)) == f"{tmp_path}: the folder cannot be read (Permission denied)"
+
+
+@pytest.mark.parametrize("path", ["", "*.jsonl"])
+def test_a_file_that_is_held_out_and_trained_on_is_told(tmp_path, path):
+    write_lines(tmp_path / "train.jsonl", GOOD)
+    write_lines(tmp_path / "valid.jsonl", GOOD)
+    both = config_of(tmp_path / path, held_out_share=None, held_out_path=f"{tmp_path}/../{tmp_path.name}/valid.jsonl")
+    assert told(both).startswith(
+        f"{tmp_path}/valid.jsonl: is of data.held_out_path={both.held_out_path} and of data.path"
+    )
+    Documents(dataclasses.replace(both, path=str(tmp_path / "train*")), tokenizer(), 0, "train")
 
 
 @pytest.mark.parametrize(
@@ -364,6 +383,16 @@ def part(**fields):
         (lambda: DataConfig(source="text", path="x", messages_column="m"), "data.messages_column is set, but data.source=text"),
         (lambda: DataConfig(source="chat", path="x", subset="m"), "data.subset is set, but data.source=chat"),
         (lambda: DataConfig(held_out_share=0.1), "data.held_out_share is set, but quickstart_tasks holds out a fixed share"),
+        (
+            lambda: DataConfig(source="chat", path="x", held_out_path="y", held_out_share=0.1),
+            "data.held_out_share is set, but held_out_path or held_out_split says what is held out",
+        ),
+        (
+            lambda: DataConfig(source="chat", path="x", held_out_path="x"),
+            "data.held_out_path=x is what is trained on; name another place",
+        ),
+        (lambda: DataConfig(held_out_path="x"), "data.held_out_path is set, but data.source=quickstart_tasks does not read it"),
+        (lambda: DataConfig(source="text", path="x", held_out_split="test"), "data.held_out_split is set, but data.source=text"),
         (lambda: DataConfig(held_out_share=1.0), "data.held_out_share=1.0 must be at least 0 and below 1"),
         (
             lambda: DataConfig(source="tokens", path="x", document_end_id=-1),
@@ -372,6 +401,10 @@ def part(**fields):
         (
             lambda: DataConfig(source="mixture", mixture=(part(), part(source="tokens", document_end_id=320))),
             "data.mixture[1].document_end_id=320 is none of the tokenizer's tokens, 0 to 2",
+        ),
+        (
+            lambda: DataConfig(self_generated=SelfGenerated(), loss_on_turns="each"),
+            "data.self_generated is set, which answers the last prompt of a conversation alone",
         ),
         (lambda: DataConfig(num_groups=0), "data.num_groups=0 must be at least 1"),
         (lambda: DataConfig(num_workers=-1), "data.num_workers=-1 must be at least 0"),

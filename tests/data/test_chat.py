@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 
-from tests.data.tiny import sentencepiece, tokenizer
+from tests.data.tiny import config_of, sentencepiece, tokenizer, write_lines
 from wedlm_jax.data.chat import from_messages, prompt_of
+from wedlm_jax.data.documents import Documents, with_chat_template
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import decoder_behind, load_tokenizer
 from wedlm_jax.errors import UserError
@@ -176,6 +177,26 @@ def test_what_precedes_each_learned_turn_is_what_a_decoder_is_given(template):
         assert made(prompt, add_special_tokens=False)["input_ids"] == example.tokens[:start].tolist()
     whole = made.apply_chat_template(TWO_TURNS, tokenize=False).removesuffix("\n")
     assert made(whole, add_special_tokens=False)["input_ids"] == example.tokens.tolist()
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_each_turn_is_learned_behind_the_prompt_that_a_decoder_is_given(tmp_path, thinks):
+    """Where the template writes a turn otherwise once others follow, so that one text cannot hold them all."""
+    replies = ["cat", "saw", "mat"]
+    said = ["<think>\na lake\n</think>\n\n" + reply if thinks else reply for reply in replies]
+    conversation = messages("the", said[0], "one", said[1], "on a", said[2])
+    conversation[3]["weight"] = 0
+    path = write_lines(tmp_path / "chat.jsonl", [{"messages": conversation}])
+    variables = None if thinks else '{"enable_thinking": false}'
+    config = config_of(path, loss_on_turns="each", num_end_tokens=3, chat_template_kwargs=variables)
+    made = with_chat_template(of_style(QWEN3_STYLE), config)
+    with pytest.raises(BadRecord, match="data.loss_on_turns=each or last"):
+        from_messages(conversation, made, num_end_tokens=1)
+    examples = Documents(config, made, 0, "train")[0].examples
+    assert [made.decode(one.tokens[one.loss_mask]) for one in examples] == [said[0] + 3 * END, said[2] + 3 * END]
+    prompts = [prompt_of(conversation[:count], made) for count in (1, 5)]
+    assert [one.tokens[~one.loss_mask].tolist() for one in examples] == prompts
+    assert len({one.document_id for one in examples}) == 2
 
 
 @pytest.mark.parametrize(

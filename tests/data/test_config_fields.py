@@ -17,6 +17,8 @@ from tests.tiny_training import EXPERIMENT
 from wedlm_jax.data.config import DataConfig, SelfGenerated, SourceConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.prompts import leading_prompts
+from wedlm_jax.data.tokenizer import TokenizerConfig
+from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
 
@@ -80,6 +82,8 @@ CHANGES = {
 ELSEWHERE = {
     "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
     "subset": "test_subset_reaches_the_library",
+    "held_out_path": "test_held_out_path_and_split_name_what_is_held_out_and_all_else_is_trained_on",
+    "held_out_split": "test_held_out_path_and_split_name_what_is_held_out_and_all_else_is_trained_on",
     "on_bad_record": "test_on_bad_record_leaves_the_record_out_or_raises",
     "num_workers": "test_num_workers_make_the_batches_in_other_processes",
     "self_generated": "test_self_generated_says_how_many_prompts_are_taken",
@@ -95,8 +99,8 @@ def test_every_field_has_a_case():
 def placed(folder, fields):
     """The paths under `folder`; those of a mixture too."""
     fields = dict(fields)
-    if fields.get("path"):
-        fields["path"] = str(folder / fields["path"])
+    for name in {"path", "held_out_path"} & fields.keys():
+        fields[name] = fields[name] and str(folder / fields[name])
     if "mixture" in fields:
         fields["mixture"] = tuple(dataclasses.replace(p, path=str(folder / p.path)) for p in fields["mixture"])
     return fields
@@ -109,6 +113,44 @@ def test_changing_a_field_changes_the_batches(folder, field):
     configs = [config_of(**{"path": None} | defaults | placed(folder, fields)) for fields in (base, base | change)]
     found = [[digest(batch) for batch in itertools.islice(stream(config, batch_size=2), 3)] for config in configs]
     assert found[0] != found[1]
+
+
+def texts(config, split="train"):
+    """The documents of a split, each as its tokens."""
+    documents = Documents(config, tokenizer(), 0, split)
+    return sorted(one.tokens.tolist() for i in range(documents.epoch) for one in documents[i].examples)
+
+
+@pytest.mark.parametrize(
+    ("trained", "held_out", "change"),
+    [
+        ({**PART}, {"path": "other.jsonl"}, {"held_out_path": "other.jsonl"}),
+        (
+            {"source": "tfds", "path": "pairs/1.0.0", "text_column": "q"},
+            {"dataset_split": "test"},
+            {"held_out_split": "test"},
+        ),
+    ],
+)
+def test_held_out_path_and_split_name_what_is_held_out_and_all_else_is_trained_on(folder, trained, held_out, change):
+    """And the tokenizer is of all that is trained on."""
+    config = config_of(**placed(folder, trained | change), held_out_share=None)
+    alone, other = (config_of(**placed(folder, fields)) for fields in (trained, trained | held_out))
+    assert texts(config) == texts(alone) and texts(config, "held_out") == texts(other)
+    if config.source == "tfds":
+        made = [make_tokenizer(TokenizerConfig(vocab_size=300), one).get_vocab() for one in (config, alone)]
+        assert made[0] == made[1]
+
+
+def test_a_part_of_a_mixture_has_its_held_out_documents_where_it_says(folder):
+    """In its share of them, beside one whose held-out documents are told by hash."""
+    fields = placed(folder, mixture(1, 3, held_out_path=str(folder / "third.jsonl")))
+    write_lines(folder / "third.jsonl", [chat(number + 700) for number in range(9)])
+    documents = Documents(config_of(**fields, held_out_share=0.4), tokenizer(), 0, "held_out")
+    own = [document for document in (documents[index] for index in range(110)) if document.part]
+    assert abs(len(own) - 60) <= 1, "3 * 0.4 to 1, for of the other part's documents 0.4 are held out"
+    assert all(document.examples for document in own)
+    assert len({document.examples[0].tokens.tobytes() for document in own}) == 9
 
 
 def test_on_bad_record_leaves_the_record_out_or_raises(folder):

@@ -1,6 +1,7 @@
 """Every source on a small fixture: what it gives is what was written, with its place."""
 
 import copy
+import csv
 import datetime
 import decimal
 import errno
@@ -282,6 +283,26 @@ def test_a_parquet_file_gives_what_its_rows_would_as_jsonl(tmp_path):
     assert plain == sorted((pair["q"], f"{pair['a']}{END * 2}") for pair in map(as_pair, CHATS))
     texts = epoch(config_of(tmp_path / "pairs.parquet", "parquet", text_column="q"))
     assert texts == sorted(("", f"{as_pair(record)['q']}{END}") for record in CHATS)
+
+
+@pytest.mark.parametrize("name", ["chat.csv", "chat.tsv", "chat.csv.gz"])
+def test_a_csv_file_gives_what_its_rows_would_as_jsonl(tmp_path, name):
+    """Every value as the text that it is, with commas, quotes and line ends; messages and tools as JSON, or none."""
+    made = copy.deepcopy(tokenizer())
+    made.chat_template = WITH_TOOLS
+    pairs = [{"q": 'one, "red"\n bird', "a": "007"}, {"q": "1.50", "a": "true"}]
+    chats = [CHATS[0] | {"tools": [{"name": "look"}]}, CHATS[1]]
+    texts = [
+        {"messages": json.dumps(one["messages"]), "tools": json.dumps(one["tools"]) if "tools" in one else ""}
+        for one in chats
+    ]
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    for records, rows, fields in ((pairs, pairs, columns), (chats, texts, {})):
+        with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wt", newline="") as file:
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if name.endswith(".tsv") else ",")
+            writer.writeheader(), writer.writerows(rows)
+        lines = write_lines(tmp_path / "chat.jsonl", records)
+        assert epoch(config_of(tmp_path, "csv", **fields), made=made) == epoch(config_of(lines, **fields), made=made)
 
 
 def tfds_dataset(folder, name="pairs", file_format="array_record"):

@@ -1,6 +1,7 @@
 """Files of plain text: short ones as they are, long ones in sections."""
 
 import gzip
+import warnings
 
 import pytest
 
@@ -92,6 +93,18 @@ def test_jsonl_is_known_by_its_ending_in_letters_of_either_case_and_by_json(tmp_
 def test_json_that_is_no_jsonl_is_text_as_code_is(tmp_path, text):
     (tmp_path / "package.json").write_text(text)
     assert epoch(config_of(tmp_path, "text")) == [("", f"{text}<|im_end|>")]
+
+
+@pytest.mark.parametrize("name", ["qa.csv", "qa.TSV", "qa.json"])
+def test_a_table_or_json_that_is_named_as_text_is_told_and_read_as_such(tmp_path, name):
+    path = tmp_path / name
+    path.write_text('["q","a"]\n')
+    with pytest.warns(UserWarning, match=f"^{path} is learned as plain text, .* data.source=csv reads the columns"):
+        open_path(config_of(path, "text"), 64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert epoch(config_of(tmp_path, "text")) == [("", '["q","a"]\n<|im_end|>')]
+        open_path(config_of(write_lines(tmp_path / "lines.json", [{"text": "a"}]), "text"), 64)
 
 
 def test_a_column_of_files_that_have_none_is_told(tmp_path):

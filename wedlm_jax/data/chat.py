@@ -53,16 +53,9 @@ def from_messages(
     """
     _require_template(tokenizer)
     end = end_token_id(tokenizer)
-    if not messages or messages[-1]["role"] != "assistant":
-        raise BadRecord("the last message must be the assistant's; add its reply")
+    turns = _learned_turns(messages, loss_on_turns)
     beside = _beside(tokenizer, tools, variables)
     _check_control_tokens(messages, tokenizer, beside)
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if loss_on_turns == "last":
-        turns = turns[-1:]
-    turns = [number for number in turns if messages[number].get("weight", 1)]
-    if not turns:
-        raise BadRecord("every turn that could be learned has weight 0; leave the record out")
     for number in turns:
         if not messages[number]["content"].strip() and not messages[number].get("tool_calls"):
             raise BadRecord(f"message {number}: the assistant's turn is empty, so there is nothing to learn")
@@ -79,7 +72,7 @@ def from_messages(
     for number in turns:
         prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
         if not whole.startswith(prompt) or len(prompt) < done:
-            mend = "data.loss_on_turns=last may do, or a template that takes no thinking out of earlier turns"
+            mend = "data.loss_on_turns=each or last may do, or a template that takes no thinking out of earlier turns"
             if messages[number - 1]["role"] == "assistant":
                 mend = "join it with the turn before, which is the assistant's too"
             raise BadRecord(
@@ -96,7 +89,7 @@ def from_messages(
         if not _holds(reply, messages[number]):
             raise BadRecord(
                 f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
-                "be learned without; take it out of the record, or data.loss_on_turns=last"
+                "be learned without; take it out of the record, or data.loss_on_turns=each or last"
             )
         if _reaches_further(whole[:stop], len(prompt), tokenizer, messages, number, beside):
             raise BadRecord(
@@ -115,6 +108,26 @@ def from_messages(
     return Example(
         np.array([*tokens, *[end] * extra], np.int32), np.array([*learned, *[True] * extra], bool), document_id
     )
+
+
+def up_to_each_turn(messages: Sequence[Message]) -> list[Sequence[Message]]:
+    """The conversation up to each of the assistant's turns that is learned, that included: with `loss_on_turns="last"` every turn
+    is then learned behind the very prompt that a decoder is given, also where a template writes it otherwise once others follow.
+
+    Raises:
+        BadRecord: the conversation does not end with a reply, or all of its turns have weight 0.
+    """
+    return [messages[: number + 1] for number in _learned_turns(messages, "all")]
+
+
+def _learned_turns(messages: Sequence[Message], loss_on_turns: Literal["all", "last"]) -> list[int]:
+    if not messages or messages[-1]["role"] != "assistant":
+        raise BadRecord("the last message must be the assistant's; add its reply")
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [number for number in turns[-1 if loss_on_turns == "last" else 0 :] if messages[number].get("weight", 1)]
+    if not turns:
+        raise BadRecord("every turn that could be learned has weight 0; leave the record out")
+    return turns
 
 
 def prompt_of(

@@ -77,7 +77,7 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     if config.plain_prompt and (of_trl or kind == "messages"):
         raise BadRecord(f"{columns[0]} is messages, which the chat template writes; leave out data.plain_prompt")
     if kind == "messages":
-        return _chat(read_messages(values[0], columns[0]), fields)
+        return _chat(read_messages(_parsed(values[0], columns[0]), columns[0]), fields)
     if of_trl:
         before, after = (read_messages(value, column) for value, column in zip(values, columns, strict=True))
         return _chat([*({**message, "weight": 0} for message in before), *after], fields)
@@ -132,13 +132,19 @@ def _system(value: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": _text(value, "system")}] if value else []
 
 
+def _parsed(value: Any, column: str) -> Any:
+    """Lists and objects may be written as JSON, as in a CSV file, where an empty text is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        value = json.loads(value) if value else None
+    except (ValueError, RecursionError):
+        raise BadRecord(f"{column} is text that is no JSON") from None
+    return plain(value)  # an escape in it may be half a character
+
+
 def _tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadRecord("tools is text that is no JSON") from None
-        value = plain(value)  # an escape in it may be half a character
+    value = _parsed(value, "tools")
     if value is not None and not isinstance(value, list):
         raise BadRecord(f"tools is {type(value).__name__}, not a list")
     return value or None
@@ -146,6 +152,7 @@ def _tools(value: Any) -> list[Any] | None:
 
 def _variables(value: Any) -> dict[str, Any]:
     """Of the chat template; in a table a variable that a row does not set is null."""
+    value = _parsed(value, "chat_template_kwargs")
     if value is not None and not isinstance(value, Mapping):
         raise BadRecord(f"chat_template_kwargs is {type(value).__name__}, not an object")
     return {name: one for name, one in (value or {}).items() if one is not None}

@@ -8,6 +8,7 @@ from typing import Literal
 
 from wedlm_jax.config_tree import check_choices
 from wedlm_jax.data.chat_template import NO_VARIABLES, Variables, read_variables
+from wedlm_jax.data.split import Split
 from wedlm_jax.errors import UserError
 
 SourceName = Literal[
@@ -18,17 +19,20 @@ SourceName = Literal[
     "tokens",
     "tfds",
     "parquet",
+    "csv",
     "hf_dataset",
     "completions",
     "mixture",
 ]
 
-_TABLES = ("tfds", "parquet", "hf_dataset")
+_TABLES = ("tfds", "parquet", "csv", "hf_dataset")
 # The sources that read a field; set with any other source, it is an error and not silently without effect.
 _READ_BY: Mapping[str, tuple[str, ...]] = {
     "path": ("stdlib_code", "chat", "text", "tokens", "completions", *_TABLES),
     "subset": ("hf_dataset",),
     "dataset_split": ("tfds", "hf_dataset"),
+    "held_out_path": ("chat", "text", "tokens", "completions", *_TABLES),
+    "held_out_split": ("tfds", "hf_dataset"),
     "text_column": ("text", *_TABLES),
     "messages_column": ("chat", *_TABLES),
     "prompt_column": ("chat", *_TABLES),
@@ -56,6 +60,9 @@ class SourceConfig:
     path: str | None = None
     subset: str | None = None  # hf_dataset: the configuration of the dataset
     dataset_split: str | None = None  # tfds, hf_dataset: the dataset's own split; None is "train"
+    # Where the held-out documents lie, in place of the `held_out_share` of those that are there: all of `path` is trained on
+    held_out_path: str | None = None  # None: in `path`
+    held_out_split: str | None = None  # tfds, hf_dataset: None is `dataset_split`
     text_column: str | None = None  # plain text; None finds `text`
     messages_column: str | None = None  # a conversation; None finds `messages` or `conversations` (ShareGPT)
     prompt_column: str | None = None  # with completion_column: a question and its answer; None finds `prompt`
@@ -84,6 +91,21 @@ class SourceConfig:
         kinds = [c for c in ("text_column", "messages_column", "prompt_column") if getattr(self, c) is not None]
         if len(kinds) > 1:
             raise UserError(f"{name}.{kinds[0]} and {name}.{kinds[1]} are both set; a document is one of them")
+        apart = [c for c in ("held_out_path", "held_out_split") if getattr(self, c) is not None]
+        if apart and self.of_split("held_out") == self:
+            raise UserError(f"{name}.{apart[0]}={getattr(self, apart[0])} is what is trained on; name another place")
+
+    @property
+    def splits_itself(self) -> bool:
+        """Whether each split is read from a place of its own, and none is told by a hash of its documents."""
+        return self.source in _SPLIT_THEMSELVES or self.held_out_path is not None or self.held_out_split is not None
+
+    def of_split(self, split: Split) -> SourceConfig:
+        """As it is read for a split: of held-out documents `path` and `dataset_split` are where these lie."""
+        if split == "train":
+            return self
+        path, dataset_split = self.held_out_path or self.path, self.held_out_split or self.dataset_split
+        return dataclasses.replace(self, path=path, dataset_split=dataset_split)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,13 +147,15 @@ class DataConfig(SourceConfig):
 
     mixture: tuple[WeightedSource, ...] = ()
     self_generated: SelfGenerated | None = None  # in place of the replies of the training documents; None: as they are
-    # Of the documents, by hash; None is 0.02; the two built-in sources have their own.
+    # Of the documents, by hash; None is 0.02; the two built-in sources have their own
     held_out_share: float | None = None
     row_length: int = 256  # L: tokens of a packed row; text and tokens are cut into pieces of this length
     num_problems: int = 100_000  # quickstart_tasks: problems drawn before they come again in another order
     num_end_tokens: int = 8  # end-of-turn targets after the last turn of a conversation or completion, its own included
     end_token: str | None = None  # ends a turn, a completion, a text; None is the tokenizer's eos token
-    loss_on_turns: Literal["all", "last"] = "all"  # which of the assistant's turns are learned
+    # Which of the assistant's turns are learned; "each" is all of them, every one in an example of its own that ends with it, as
+    # templates need that write a turn otherwise once others follow. What is before a turn is then read again for each
+    loss_on_turns: Literal["all", "last", "each"] = "all"
     # Variables of the chat template, a JSON object such as {"enable_thinking": false}. The workdir's template and that of an
     # export have them as defaults, so that prompts are written as in training
     chat_template_kwargs: str | None = None
@@ -177,8 +201,17 @@ class DataConfig(SourceConfig):
                 f"data.self_generated is set, but data.source={without[0]} has no prompts; use conversations, or prompts "
                 "with completions"
             )
-        if self.held_out_share is not None and (own := _that_split_themselves(parts)):
+        if self.self_generated and self.loss_on_turns == "each":
+            raise UserError(
+                "data.self_generated is set, which answers the last prompt of a conversation alone; leave out "
+                "data.loss_on_turns=each"
+            )
+        if self.held_out_share is not None and (own := _with_fixed_share(parts)):
             raise UserError(f"data.held_out_share is set, but {own[0]} holds out a fixed share of its own; remove it")
+        if self.held_out_share is not None and all(part.splits_itself for part in parts):
+            raise UserError(
+                "data.held_out_share is set, but held_out_path or held_out_split says what is held out; remove either"
+            )
         return parts
 
     @property
@@ -188,8 +221,8 @@ class DataConfig(SourceConfig):
 
     @property
     def share_is_fixed(self) -> bool:
-        """Whether `held_out_share` cannot be set, since a source has its own."""
-        return bool(_that_split_themselves(self.parts))
+        """Whether `held_out_share` cannot be set, since a source has its own, or all bring their held-out documents."""
+        return bool(_with_fixed_share(self.parts)) or all(part.splits_itself for part in self.parts)
 
     @property
     def chat_template_variables(self) -> Variables:
@@ -212,5 +245,5 @@ _LEAST_SHARE = 1e-9  # of the part with the largest weight; a part with less wou
 _SPLIT_THEMSELVES = ("quickstart_tasks", "stdlib_code")
 
 
-def _that_split_themselves(parts: Iterable[SourceConfig]) -> list[str]:
+def _with_fixed_share(parts: Iterable[SourceConfig]) -> list[str]:
     return [part.source for part in parts if part.source in _SPLIT_THEMSELVES]

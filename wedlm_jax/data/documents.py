@@ -14,7 +14,7 @@ import grain
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.data.chat import from_messages
+from wedlm_jax.data.chat import from_messages, up_to_each_turn
 from wedlm_jax.data.chat_template import with_defaults
 from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.examples import (
@@ -39,7 +39,7 @@ _PIECES_APART = 1_000_003  # between the ids of two pieces of one document, so t
 class Document:
     """One element of the stream. No examples: it belongs to the other split, or it was a bad record."""
 
-    examples: tuple[Example, ...] = ()  # the consecutive pieces of a long text, else one
+    examples: tuple[Example, ...] = ()  # the consecutive pieces of a long text, each turn of a conversation, else one
     skipped: str | None = None  # the place and the reason
     part: int = 0  # of the mixture
 
@@ -60,8 +60,10 @@ class Documents:
         self._tokenizer = with_end_token(with_chat_template(tokenizer, config), config.end_token)
         self._check_document_ends()
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
+        # Whether each source holds documents of this split and of no other.
+        self._alone = [part.splits_itself for part in config.parts]
         self.records = [len(source) for source in self._sources]
-        self.names = [str(part.path or part.source) for part in config.parts]
+        self.names = [str(part.of_split(split).path or part.source) for part in config.parts]
         self.share_is_fixed = config.share_is_fixed
         self.epoch = sum(self.records)  # documents, of both splits where a source has both
 
@@ -116,7 +118,7 @@ class Documents:
     def _weights(self) -> Sequence[float]:
         """By which the parts take turns. In every turn of a source that splits itself there is a document of this split, in those
         of another only as often as its documents are of it: beside such a one the former is given that many fewer."""
-        alone, weights = [source.splits_itself for source in self._sources], self._config.weights
+        alone, weights = self._alone, self._config.weights
         if len(set(alone)) == 1:
             return weights
         share = self._config.share_held_out if self.split == "held_out" else 1 - self._config.share_held_out
@@ -151,7 +153,7 @@ class Documents:
     def _read(self, number: int, place: int, index: int) -> Document:
         source = self._sources[number]
         raw = source.fetch(place)
-        if not source.splits_itself and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
+        if not self._alone[number] and split_by_hash(content_of(raw), self._config.share_held_out) != self.split:
             return Document(part=number)
         try:
             return Document(self._examples(source.parse(place, raw), index), part=number)
@@ -164,11 +166,15 @@ class Documents:
     def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
         config, tokenizer = self._config, self._tokenizer
         if isinstance(record, Chat):
-            example = from_messages(
-                record.messages, tokenizer, tools=record.tools, variables=record.variables, document_id=_id(index),
-                num_end_tokens=config.num_end_tokens, loss_on_turns=config.loss_on_turns,
-            )  # fmt: skip
-            return (self._whole(check_mask(example)),)
+            turns = config.loss_on_turns
+            examples = [
+                from_messages(
+                    messages, tokenizer, tools=record.tools, variables=record.variables, document_id=_id_of_piece(index, number),
+                    num_end_tokens=config.num_end_tokens, loss_on_turns="last" if turns == "each" else turns,
+                )
+                for number, messages in enumerate(up_to_each_turn(record.messages) if turns == "each" else [record.messages])
+            ]  # fmt: skip
+            return tuple(self._whole(check_mask(example)) for example in examples)
         if isinstance(record, Completion):
             example = from_completion(
                 record.prompt, record.completion, tokenizer,
@@ -194,7 +200,7 @@ class Documents:
             pieces = [
                 d[start : start + config.row_length] for d in documents for start in range(0, len(d), config.row_length)
             ]
-        return tuple(from_tokens(piece, _id(index + number * _PIECES_APART)) for number, piece in enumerate(pieces))
+        return tuple(from_tokens(piece, _id_of_piece(index, number)) for number, piece in enumerate(pieces))
 
     def _whole(self, example: Example) -> Example:
         if len(example.tokens) > self._config.row_length:
@@ -215,6 +221,10 @@ def _seed_of_part(seed: int, number: int) -> int:
 
 def _id(number: int) -> int:
     return number % 2**31
+
+
+def _id_of_piece(index: int, number: int) -> int:
+    return _id(index + number * _PIECES_APART)
 
 
 def _check_tokens(tokens: np.ndarray, rows: int) -> None:

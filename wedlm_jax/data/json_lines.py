@@ -39,8 +39,6 @@ class JsonLines:
     that reads it holds it decompressed.
     """
 
-    splits_itself = False
-
     def __init__(self, path: Path, config: SourceConfig):
         self._path, self._config = path, config
         self._offsets: np.ndarray | None = None  # int64 [lines + 1]
@@ -92,10 +90,16 @@ class JsonLines:
 
     def _hint(self) -> str:
         """For a bad line of a file that is no JSONL: text, one array of all records, or objects over several lines."""
-        if "json" not in self._path.name:
+        name = self._path.name.lower()
+        if any(ending in name for ending in (".csv", ".tsv")):
+            return "; a table in CSV is data.source=csv"
+        if "json" not in name:
             return "; plain text is data.source=text"
         first = self.fetch(0)
-        return "; JSONL has one object a line, and no array of them" if first[:1] == b"[" or first == b"{" else ""
+        if first[:1] != b"[" and first != b"{":
+            return ""
+        command = "jq -c ." if first == b"{" else 'jq -c ".[]"'
+        return f"; JSONL has one object a line, and no array of them; `{command}` writes it so"
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._lines is None:

@@ -60,8 +60,6 @@ Raw = Any  # as read, before anything is parsed: bytes of a line or file, a dict
 class Source(Protocol):
     """Documents by random access, in a fixed order. It can be pickled for a worker process, which opens files anew."""
 
-    splits_itself: bool  # it holds training documents alone, or held-out ones alone, as it was asked for
-
     def __len__(self) -> int: ...
 
     def where(self, index: int) -> str:
@@ -69,7 +67,7 @@ class Source(Protocol):
         ...
 
     def fetch(self, index: int) -> Raw:
-        """The record as it is stored; its hash decides the split."""
+        """The record as it is stored; its hash decides the split, of most sources."""
         ...
 
     def parse(self, index: int, raw: Raw) -> Record:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +20,20 @@ from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tables import HfTable, ParquetTable, TfdsTable
+from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.errors import UserError, reading
 
+# The sources that are files, and how those of a folder end; None takes all.
+_ENDINGS: Mapping[str, tuple[str, ...] | None] = {
+    "chat": ENDINGS,
+    "completions": ENDINGS,
+    "text": None,
+    "tokens": (".npy",),
+    "parquet": (".parquet",),
+    "csv": CSV_ENDINGS,
+}
+_SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
 
@@ -31,44 +43,67 @@ def open_source(
     """One part of `config.parts`.
 
     Raises:
-        UserError: a file or a column is missing, a file is empty or not of its format.
+        UserError: a file or a column is missing, a file is empty or not of its format, or is held out and trained on.
     """
     if part.source == "quickstart_tasks":
         return Problems(split, seed, config.num_problems)
     if part.source == "stdlib_code":
         return CodePieces(split, part.path, config.row_length, tokenizer)
-    return open_path(part, config.row_length)
+    if part.held_out_path is not None and part.source in _ENDINGS:
+        real = [{os.path.realpath(file): file for file in _files(part.of_split(one))} for one in ("train", "held_out")]
+        if both := sorted(real[0].keys() & real[1].keys()):
+            raise UserError(
+                f"{real[0][both[0]]}: is of data.held_out_path={part.held_out_path} and of data.path={part.path}, so it would be "
+                "trained on too; leave it out of either, as data.path='DIR/train*' does"
+            )
+    return open_path(part.of_split(split), config.row_length)
 
 
 def open_path(part: SourceConfig, row_length: int) -> Source:
-    """A source of the user's own data, of both splits; errors as above."""
+    """A source of the user's own data, what lies at `path`; errors as above."""
     path = str(part.path)
     sources: Sequence[Source]
-    if part.source in ("chat", "completions"):
-        sources = [JsonLines(file, part) for file in find_files(path, ENDINGS)]
-    elif part.source == "text":
-        found = [(file, json_lines_beside_text(file, part)) for file in find_files(path)]
-        sources = [TextFile(file) if lines is None else lines for file, lines in found]
-        if part.text_column is not None and not any(isinstance(source, JsonLines) for source in sources):
-            raise UserError(
-                f"{path}: no file is JSONL, so data.text_column={part.text_column} has no effect; remove it, or let names end in "
-                ".jsonl"
-            )
-    elif part.source == "tokens":
-        sources = [TokenArray(file, part, row_length) for file in find_files(path, (".npy",))]
-    elif part.source == "parquet":
-        sources = [ParquetTable(str(file), part) for file in find_files(path, (".parquet",))]
+    if part.source in _ENDINGS:
+        sources = [_open_file(file, part, row_length) for file in _files(part)]
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
+    lines = any(isinstance(source, JsonLines) for source in sources)
+    if part.source == "text" and part.text_column is not None and not lines:
+        raise UserError(
+            f"{path}: no file is JSONL, so data.text_column={part.text_column} has no effect; remove it, or let names end in "
+            ".jsonl"
+        )
+    # In a folder such a file may be meant so, as code with its package.json.
+    if isinstance(sources[0], TextFile) and path.lower().endswith(_SYNTAX) and Path(path).expanduser().is_file():
+        warnings.warn(
+            f"{path} is learned as plain text, commas, quotes and brackets too; of a table data.source=csv reads the columns, "
+            "of JSON write one object with a text a line, as .jsonl",
+            stacklevel=1,  # one place, so that it is told once, however often the file is opened
+        )
     if not any(map(len, sources)):
         raise UserError(f"{path}: {'the text is empty' if part.source == 'text' else 'has no rows'}")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 
+def _files(part: SourceConfig) -> list[Path]:
+    return find_files(str(part.path), _ENDINGS[part.source])
+
+
+def _open_file(file: Path, part: SourceConfig, row_length: int) -> Source:
+    if part.source in ("chat", "completions"):
+        return JsonLines(file, part)
+    if part.source == "tokens":
+        return TokenArray(file, part, row_length)
+    if part.source == "parquet":
+        return ParquetTable(str(file), part)
+    if part.source == "csv":
+        return CsvTable(str(file), part)
+    lines = json_lines_beside_text(file, part)
+    return TextFile(file) if lines is None else lines
+
+
 class Joined:
     """Several sources as one, in their order."""
-
-    splits_itself = False
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = sources
@@ -97,8 +132,6 @@ class Joined:
 class TextFile:
     """One file of plain text or code. A long one is many documents, sections that end at line ends: so its parts are shuffled,
     shared out to the groups and held out as files are, and tokenized one at a time. An empty one is none."""
-
-    splits_itself = False
 
     def __init__(self, path: Path):
         self._path = path
@@ -154,8 +187,6 @@ class TextFile:
 class Problems:
     """The quickstart tasks, drawn from the seed."""
 
-    splits_itself = True
-
     def __init__(self, split: Split, seed: int, length: int):
         self._problems = QuickstartProblems(split, seed, length)
 
@@ -174,8 +205,6 @@ class Problems:
 
 class CodePieces:
     """Files of code, all of them tokenized at the start, in pieces of a row's length."""
-
-    splits_itself = True
 
     def __init__(self, split: Split, folder: str | None, row_length: int, tokenizer: PreTrainedTokenizerBase):
         self._pieces: list[np.ndarray] = []

@@ -1,4 +1,4 @@
-"""Tables by random access: parquet files, prepared tfds datasets, and datasets of the Hugging Face library."""
+"""Tables by random access: parquet and CSV files, prepared tfds datasets, and datasets of the Hugging Face library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.records import Raw, Record
 from wedlm_jax.errors import UserError, reason
 
+CSV_ENDINGS = tuple(kind + compression for kind in (".csv", ".tsv") for compression in ("", ".gz", ".zst"))
+_CSV_BLOCK = 1 << 24  # bytes that are parsed at once; no row is longer
+
 
 class Table(abc.ABC):
     """Rows of named columns. A subclass opens them; a worker process opens them again."""
-
-    splits_itself = False
 
     def __init__(self, path: str, config: SourceConfig):
         self._path, self._config = path, config
@@ -76,6 +77,30 @@ class ParquetTable(Table):
                 return _ArrowRows(file.read(columns=self._columns))
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(f"{self._path}: cannot be read as parquet ({reason(error)}); write it again") from None
+
+
+class CsvTable(Table):
+    """One .csv file, or .tsv with tabs between the columns, which its first row names. Every value is text, one of digits or of
+    nothing too, and may hold line ends. The columns that are read are held in memory."""
+
+    def open(self) -> Any:
+        import pyarrow
+        import pyarrow.csv
+
+        delimiter = "\t" if ".tsv" in Path(self._path).name.lower() else ","
+        options = {
+            "read_options": pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK),
+            "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+        }
+        try:
+            with pyarrow.csv.open_csv(self._path, **options) as file:
+                self._choose(file.schema.names)
+            convert = pyarrow.csv.ConvertOptions(
+                include_columns=self._columns, column_types=dict.fromkeys(self._columns, pyarrow.string())
+            )
+            return _ArrowRows(pyarrow.csv.read_csv(self._path, convert_options=convert, **options))
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{self._path}: cannot be read as CSV ({reason(error)}); mend it") from None
 
 
 class _ArrowRows:

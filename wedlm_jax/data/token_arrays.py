@@ -14,8 +14,6 @@ from wedlm_jax.errors import UserError, reason
 class TokenArray:
     """One file. The rows of an array [N, T] are documents; an array [T] is read in consecutive pieces of a row's length."""
 
-    splits_itself = False
-
     def __init__(self, path: Path, config: SourceConfig, row_length: int):
         self._path, self._row_length = path, row_length
         self._end = config.document_end_id

@@ -49,7 +49,7 @@ def _training_texts(part: SourceConfig, data: DataConfig) -> Iterator[str]:
     source = open_path(part, data.row_length)
     for index in range(0, len(source), max(-(-len(source) // _DOCUMENTS), 1)):
         raw = source.fetch(index)
-        if split_by_hash(content_of(raw), data.share_held_out) != "train":
+        if not part.splits_itself and split_by_hash(content_of(raw), data.share_held_out) != "train":
             continue
         try:
             record = source.parse(index, raw)
