@@ -36,7 +36,7 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.resuming import note_experiment
-from wedlm_jax.train import main, train
+from wedlm_jax.train import main, stop_if_not_finite, train
 from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
 
 
@@ -254,6 +254,15 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
     assert [None in (line["loss"], line["grad_norm"]) for line in lines] == [False, True, True, True]
     assert saved_steps(tmp_path) == [1, 3]
     assert all(np.isfinite(value).all() for value in load_params(tmp_path, 1)[1].values())
+
+
+def test_a_stop_names_checkpoints_only_where_there_are_some():
+    """By `model.path=WORKDIR` nothing would be found else; the same workdir may then be used again."""
+    numbers, config = {"skipped_in_row": 3}, dataclasses.replace(EXPERIMENT.train, max_skipped_in_row=3)
+    with pytest.raises(UserError, match=r"learning_rate in another --workdir, where model.path=WORKDIR goes on"):
+        stop_if_not_finite(numbers, config, saved=2)
+    with pytest.raises(UserError, match=r"was applied; look at the data, or lower optimizer.learning_rate$"):
+        stop_if_not_finite(numbers, config, saved=0)
 
 
 def test_a_run_is_watched(tmp_path, capsys):

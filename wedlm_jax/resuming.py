@@ -34,7 +34,8 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
     if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
         raise UserError(
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
-            f"choose another --workdir, or remove {workdir} to start again"
+            f"choose another --workdir, where model.path={workdir} goes on from its weights with a fresh optimizer and schedule, "
+            f"or remove {workdir} to start again"
         )
 
 

@@ -248,7 +248,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         raise
                     if waiting is not None:
                         numbers = report.step(*waiting)
-                        stop_if_not_finite(numbers, config)
+                        stop_if_not_finite(numbers, config, saved)
                         kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"]}
                     checkpoints.save(state, step - 1, place_in_data(stream, shares, digests), kept_by)
                     checkpoints.wait()
@@ -264,7 +264,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 with traced(step, config.profile_steps, workdir, report.throughput.paused) as through, clock:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
-                    stop_if_not_finite(report.step(*waiting), config)
+                    stop_if_not_finite(report.step(*waiting), config, saved)
                 waiting = step, metrics, counted
 
                 told_to_end = termination.asked(step)
@@ -283,7 +283,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         samples = validation.samples(state.all_params, masks=masks)
                 numbers = report.step(step, metrics, counted | measured)
                 waiting = None
-                stop_if_not_finite(numbers, config)
+                stop_if_not_finite(numbers, config, saved)
                 if measured:
                     report.validation(step, measured, samples)
                 measured_of = f"{config.eval_batches} batches, {'with' if masks else 'without'} masks"
@@ -322,13 +322,15 @@ def _of_shares(x: Any, shares: dict[int, int]) -> np.ndarray:
     return all_gather(np.asarray(x))[[feeders[share] for share in sorted(feeders)]]
 
 
-def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:
-    """Stops a run whose updates are no longer finite; what was saved while they were is kept."""
+def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig, saved: int) -> None:
+    """Stops a run whose updates are no longer finite; what was saved while they were, up to step `saved`, is kept."""
     if numbers["skipped_in_row"] >= config.max_skipped_in_row:
+        go_on = (
+            " in another --workdir, where model.path=WORKDIR goes on from the checkpoint that is kept" if saved else ""
+        )
         raise UserError(
             f"the loss or gradient was not finite {numbers['skipped_in_row']} times in a row, so the run is stopped; no such "
-            "update was applied, and the checkpoints are kept; look at the data, or lower optimizer.learning_rate in another "
-            "--workdir, where model.path=WORKDIR goes on from these weights"
+            f"update was applied; look at the data, or lower optimizer.learning_rate{go_on}"
         )
 
 
