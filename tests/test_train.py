@@ -24,9 +24,7 @@ from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
-from wedlm_jax.data.pipeline import PackedBatches, batches
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
@@ -467,27 +465,3 @@ def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reac
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     pad = base.tokenizer.pad_token_id
     assert generation == {"eos_token_id": ends, "do_sample": True, "top_k": 20, "pad_token_id": pad}
-
-
-def test_skipped_records_are_those_of_all_groups(tmp_path, monkeypatch):
-    """Streams of half the groups each, joined as `all_gather` joins them, one of them twice, count what one of all does."""
-    records = [json.dumps({"text": f"{number}: Tom has three apples."}) if number % 5 else "{" for number in range(80)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(records) + "\n")
-    experiment = with_overrides(
-        "data.source=text", f"data.path={tmp_path}", "data.on_bad_record=skip", "data.num_groups=2"
-    )
-    tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
-
-    def stream(index: int, count: int) -> PackedBatches:
-        return batches(experiment.data, tokenizer, 16, 2, 0, process_index=index, process_count=count)
-
-    whole, shares = stream(0, 1), [stream(0, 2), stream(1, 2)]
-    for _ in range(5):
-        for one in (whole, *shares):
-            next(one)
-        counts = np.array([share.skipped_records for share in shares])
-        monkeypatch.setattr(train_module, "all_gather", lambda own, two=counts[1]: np.stack([own, two, two]))
-        counted = train_module.skipped_records(shares[0], experiment, {0: 0, 1: 1, 2: 1})
-        monkeypatch.undo()
-        assert counted == train_module.skipped_records(whole, experiment, {0: 0}) == {"skipped_records": counts.sum()}
-    assert all(counts > 0)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import Checkpoints, refuse_unfit_path
-from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
-from wedlm_jax.distributed import all_gather, is_main, together
+from wedlm_jax.data.pipeline import batches
+from wedlm_jax.data_progress import DataProgress
+from wedlm_jax.distributed import is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
@@ -173,6 +173,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     )  # fmt: skip
     require_same_data(stream)
     digests = digests_of(experiment.data, stream)
+    progress = DataProgress(stream, shares, digests, skips=experiment.data.on_bad_record == "skip")
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:
@@ -220,6 +221,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             size += f" ({trained / frozen_size:.1%} of its base's {frozen_size / 1e6:.2f}M, which stay as they are)"
         where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
         say(f"{experiment.name}: {size} on {where}, {origin}, in {workdir}")
+        say(f"{experiment.name}: {progress.an_epoch}")
         if experiment.optimizer.warmup_steps >= config.steps:
             say(
                 f"note: optimizer.warmup_steps={experiment.optimizer.warmup_steps} is not below train.steps={config.steps}, "
@@ -227,7 +229,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             )
 
         # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
-        waiting: tuple[int, dict[str, jax.Array], dict[str, int]] | None = None
+        waiting: tuple[int, dict[str, jax.Array], dict[str, float | int]] | None = None
         saved = start  # the newest step with a checkpoint
         kept_by: dict[str, Any] = {}  # the metrics of the newest step that was reported, for its checkpoint
         with (
@@ -250,13 +252,13 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         numbers = report.step(*waiting)
                         stop_if_not_finite(numbers, config, saved)
                         kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"]}
-                    checkpoints.save(state, step - 1, place_in_data(stream, shares, digests), kept_by)
+                    checkpoints.save(state, step - 1, progress.place(), kept_by)
                     checkpoints.wait()
                     raise UserError(f"{error}; step {step - 1} of {config.steps} is saved in {workdir}") from error
                 last = step == config.steps
                 measure = validation is not None and (step % config.eval_every == 0 or last)
                 logged = step % config.log_every == 0 or last or measure
-                counted = skipped_records(stream, experiment, shares) if logged else {}
+                counted = progress.numbers(last=last) if logged else {}
                 compiles = start < objective.ar_steps == step - 1  # the second program, while the clock runs already
                 if compiles:
                     jax.block_until_ready(state)
@@ -289,7 +291,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 measured_of = f"{config.eval_batches} batches, {'with' if masks else 'without'} masks"
                 kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], MEASURED_OF: measured_of, **measured}
                 if save:
-                    checkpoints.save(state, step, place_in_data(stream, shares, digests), kept_by)
+                    checkpoints.save(state, step, progress.place(), kept_by)
                     saved = step
                 if told_to_end and not last:
                     checkpoints.wait()
@@ -301,25 +303,6 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             checkpoints.wait()  # before a signal can end the process again
     say(finished)
     return True
-
-
-def place_in_data(stream: PackedBatches, shares: dict[int, int], digests: list[str]) -> dict[str, list[Any]]:
-    """The iterators' states of all groups, in their order, the number of records of each source, and the digests of some."""
-    places = {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
-    return {**places, RECORDS: stream.records, DIGESTS: digests}
-
-
-def skipped_records(stream: PackedBatches, experiment: Experiment, shares: dict[int, int]) -> dict[str, int]:
-    """Bad records left out so far in all groups, where the data may leave any out; all processes must call it, and wait."""
-    if experiment.data.on_bad_record != "skip":
-        return {}
-    return {"skipped_records": int(_of_shares(stream.skipped_records, shares).sum())}
-
-
-def _of_shares(x: Any, shares: dict[int, int]) -> np.ndarray:
-    """What one process of every share of the rows has as `x`, in the order of the shares; all processes must call it."""
-    feeders = {share: process for process, share in shares.items()}
-    return all_gather(np.asarray(x))[[feeders[share] for share in sorted(feeders)]]
 
 
 def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig, saved: int) -> None:
