@@ -254,6 +254,25 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
     assert all(np.isfinite(value).all() for value in load_params(tmp_path, 1)[1].values())
 
 
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        ("data.source=chat data.path=absent", "absent: no such file or folder; set data.path"),
+        ("data.source=chat data.path=.", "the folder holds no file that ends in .jsonl"),
+        ("data.source=tokens data.path=.", "the folder holds no file that ends in .npy"),
+        ("data.source=hf_dataset data.path=absent", "needs the package datasets: pip install datasets"),
+        ("data.num_groups=4", "a batch of 2 rows cannot be split into data.num_groups=4 groups"),
+        ("tokenizer.path=absent", "absent is not a directory; name one that holds a tokenizer.json"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_model_is_told_before_one_is_fetched(assignments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(train_module, "load_initial", lambda *args: pytest.fail("a model is fetched"))
+    experiment = with_overrides("init_from=owner/large", "model=none", *assignments.split())
+    assert message in message_of(experiment, tmp_path / "run")
+
+
 def test_a_stop_names_checkpoints_only_where_there_are_some():
     """By `model.path=WORKDIR` nothing would be found else; the same workdir may then be used again."""
     numbers, config = {"skipped_in_row": 3}, dataclasses.replace(EXPERIMENT.train, max_skipped_in_row=3)

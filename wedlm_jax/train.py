@@ -13,7 +13,7 @@ import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import Checkpoints, refuse_unfit_path
-from wedlm_jax.data.pipeline import batches
+from wedlm_jax.data.pipeline import batches, require_groups
 from wedlm_jax.data_progress import DataProgress
 from wedlm_jax.distributed import is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
@@ -48,6 +48,7 @@ from wedlm_jax.workdir import (
     prepare_workdir,
     progress_of,
     refuse_long_rows,
+    require_inputs,
     tokenizer_of,
 )
 
@@ -136,6 +137,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     resumed = is_begun(workdir)
     if resumed:
         refuse_another_experiment(experiment, workdir)
+    else:
+        require_inputs(experiment)
     if config.wandb is not None and is_main():
         require_wandb(config.wandb)
 
@@ -144,6 +147,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
     shares = row_shares(mesh)
+    feeders = len(set(shares.values()))
+    require_groups(experiment.data, config.batch_size, feeders)
     begun = experiment if resumed else pinned(experiment)
     initial: Model | None = None
     if not resumed:
@@ -169,7 +174,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         data = self_generated_data(experiment, workdir, initial, tokenizer)
     stream = batches(
         data, tokenizer, objective.block_size, config.batch_size, config.seed,
-        process_index=shares[jax.process_index()], process_count=len(set(shares.values())),
+        process_index=shares[jax.process_index()], process_count=feeders,
     )  # fmt: skip
     require_same_data(stream)
     digests = digests_of(experiment.data, stream)

@@ -245,6 +245,20 @@ class _Drought:
         self._length, self.reason = 0, None
 
 
+def require_groups(config: DataConfig, batch_size: int, process_count: int = 1) -> None:
+    """Raises a `UserError` where rows, groups and the processes that feed a batch cannot be shared out."""
+    if config.num_groups % process_count:
+        raise UserError(
+            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
+            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}; a run that has "
+            "begun keeps its groups, so start that in fewer processes, or go on from its weights in another --workdir"
+        )
+    if batch_size % config.num_groups:
+        raise UserError(
+            f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
+        )
+
+
 def batches(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -273,16 +287,7 @@ def batches(
     Raises:
         UserError: a source is missing or not of its format, or rows, groups and processes cannot be shared out.
     """
-    if config.num_groups % process_count:
-        raise UserError(
-            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
-            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}; a run that has "
-            "begun keeps its groups, so start that in fewer processes, or go on from its weights in another --workdir"
-        )
-    if batch_size % config.num_groups:
-        raise UserError(
-            f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
-        )
+    require_groups(config, batch_size, process_count)
     own = config.num_groups // process_count
     return PackedBatches(
         Documents(config, tokenizer, seed, split),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -196,3 +196,25 @@ class CodePieces:
 
     def parse(self, index: int, raw: Raw) -> Record:
         return Tokens(raw)
+
+
+# The sources that are files, and how those of a folder end; None takes all.
+_FILES: Mapping[str, tuple[str, ...] | None] = {
+    "chat": ENDINGS,
+    "completions": ENDINGS,
+    "text": None,
+    "tokens": (".npy",),
+    "parquet": (".parquet",),
+}
+
+
+def require_source(part: SourceConfig) -> None:
+    """What can be told of a source at once: its files are looked for and not read, a dataset is opened.
+
+    Raises:
+        UserError: there is no such file, none of its kind, or no such dataset, or it misses a column or the package to read it.
+    """
+    if part.source in _FILES:
+        find_files(str(part.path), _FILES[part.source])
+    elif part.source in ("tfds", "hf_dataset"):
+        open_path(part, row_length=1)
