@@ -90,7 +90,8 @@ CONFIG = {
     ),
     "another experiment in the workdir": Case(
         "train --exp tiny.py --workdir stopped optimizer.learning_rate=0.5",
-        r"stopped holds a run of another experiment \(optimizer.learning_rate: 0.001 -> 0.5\); choose another --workdir",
+        r"stopped holds a run of another experiment \(optimizer.learning_rate: 0.001 -> 0.5\); choose another --workdir, where "
+        "model.path=stopped goes on from its weights .*, or remove stopped to start again",
     ),
 }  # fmt: skip
 

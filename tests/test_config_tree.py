@@ -25,6 +25,9 @@ def test_differences_name_the_fields():
     saved = {"a": {"b": 1, "c": [1, 2]}, "free": {"d": 0}, "model": None, "same": 1}
     current = {"a": {"b": 2, "c": [1, 2]}, "free": {"d": 9}, "model": {"x": 1}, "same": 1, "new": 5}
     assert differences(saved, current, free=("free",)) == ["a.b: 1 -> 2", "model: None -> {'x': 1}", "new: None -> 5"]
+    parts, weighed = ([{"path": "a", "weight": weight}, {"path": "b", "weight": 1}] for weight in (3.0, 1.0))
+    assert differences({"mixture": parts}, {"mixture": weighed}) == ["mixture[0].weight: 3.0 -> 1.0"]
+    assert differences({"mixture": parts[:1]}, {"mixture": weighed}) == [f"mixture: {parts[:1]} -> {weighed}"]
     assert differences(json.loads(json.dumps(saved)), saved) == []
 
 

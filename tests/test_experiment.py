@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 import textwrap
 
 import pytest
@@ -64,6 +65,22 @@ def message_of(call, *args) -> str:
         call(*args)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def test_an_experiment_file_imports_what_lies_beside_it(folder):
+    """When it is run, and in its function; afterwards it is looked for there no more."""
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "rate_beside_mine.py").write_text("STEPS = 3\n")
+    (folder / "elsewhere" / "mine.py").write_text(
+        "from rate_beside_mine import STEPS\n"
+        "from wedlm_jax.experiment import *\n"
+        "def mine():\n"
+        "    import rate_beside_mine\n"
+        "    return Experiment(name='mine', init_from='base', train=TrainConfig(steps=STEPS * rate_beside_mine.STEPS))\n"
+    )
+    before = list(sys.path)
+    assert load_experiment("elsewhere/mine.py").train.steps == 9
+    assert sys.path == before
 
 
 def test_an_experiment_is_found_by_name_in_the_current_folder_first():

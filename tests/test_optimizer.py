@@ -95,7 +95,10 @@ def test_every_field_of_adamw_changes_the_update(field, value):
         ({"b1": 1.0}, "optimizer.b1=1.0 must be in [0, 1)"),
         ({"weight_decay": -1.0}, "optimizer.weight_decay=-1.0 must be 0 or more"),
         ({"final_fraction": 2.0}, "optimizer.final_fraction=2.0 must be in [0, 1]"),
-        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "both set"),
+        (
+            {"warmup_steps": 5, "warmup_ratio": 0.1},
+            "warmup_ratio=0.1 are both set; add optimizer.warmup_ratio=0, or optimizer.warmup_steps=0",
+        ),
     ],
 )
 def test_bad_fields_are_named(fields, message):

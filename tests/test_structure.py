@@ -28,7 +28,7 @@ FLOORS = (
     {"experiment"},
     {"resuming", "same_run", "workdir"},
     {"__init__", "generate", "chat", "serve"},  # the public surface
-    {"ahead_of_time", "self_generation"},
+    {"ahead_of_time", "data_progress", "self_generation"},
     {"train", "evaluate", "bench", "tradeoff", "cacheability", "open_ended", "convert", "calibrate", "data.__main__"},
 )
 FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}

@@ -24,9 +24,7 @@ from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
 from wedlm_jax.checkpoint import Checkpoints, load_params, saved_steps
-from wedlm_jax.data.pipeline import PackedBatches, batches
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
@@ -36,7 +34,7 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.resuming import note_experiment
-from wedlm_jax.train import main, train
+from wedlm_jax.train import main, stop_if_not_finite, train
 from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
 
 
@@ -256,6 +254,34 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
     assert all(np.isfinite(value).all() for value in load_params(tmp_path, 1)[1].values())
 
 
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        ("data.source=chat data.path=absent", "absent: no such file or folder; set data.path"),
+        ("data.source=chat data.path=.", "the folder holds no file that ends in .jsonl"),
+        ("data.source=tokens data.path=.", "the folder holds no file that ends in .npy"),
+        ("data.source=hf_dataset data.path=absent", "needs the package datasets: pip install datasets"),
+        ("data.num_groups=4", "a batch of 2 rows cannot be split into data.num_groups=4 groups"),
+        ("tokenizer.path=absent", "absent is not a directory; name one that holds a tokenizer.json"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_model_is_told_before_one_is_fetched(assignments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(train_module, "load_initial", lambda *args: pytest.fail("a model is fetched"))
+    experiment = with_overrides("init_from=owner/large", "model=none", *assignments.split())
+    assert message in message_of(experiment, tmp_path / "run")
+
+
+def test_a_stop_names_checkpoints_only_where_there_are_some():
+    """By `model.path=WORKDIR` nothing would be found else; the same workdir may then be used again."""
+    numbers, config = {"skipped_in_row": 3}, dataclasses.replace(EXPERIMENT.train, max_skipped_in_row=3)
+    with pytest.raises(UserError, match=r"learning_rate in another --workdir, where model.path=WORKDIR goes on"):
+        stop_if_not_finite(numbers, config, saved=2)
+    with pytest.raises(UserError, match=r"was applied; look at the data, or lower optimizer.learning_rate$"):
+        stop_if_not_finite(numbers, config, saved=0)
+
+
 def test_a_run_is_watched(tmp_path, capsys):
     """Held-out losses in the line of their step, completions with tokens per forward, a trace, event files."""
     workdir = tmp_path / "run"
@@ -458,27 +484,3 @@ def test_the_end_that_is_learned_joins_those_of_the_base_and_how_it_samples_reac
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     pad = base.tokenizer.pad_token_id
     assert generation == {"eos_token_id": ends, "do_sample": True, "top_k": 20, "pad_token_id": pad}
-
-
-def test_skipped_records_are_those_of_all_groups(tmp_path, monkeypatch):
-    """Streams of half the groups each, joined as `all_gather` joins them, one of them twice, count what one of all does."""
-    records = [json.dumps({"text": f"{number}: Tom has three apples."}) if number % 5 else "{" for number in range(80)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(records) + "\n")
-    experiment = with_overrides(
-        "data.source=text", f"data.path={tmp_path}", "data.on_bad_record=skip", "data.num_groups=2"
-    )
-    tokenizer = make_tokenizer(experiment.tokenizer, experiment.data)
-
-    def stream(index: int, count: int) -> PackedBatches:
-        return batches(experiment.data, tokenizer, 16, 2, 0, process_index=index, process_count=count)
-
-    whole, shares = stream(0, 1), [stream(0, 2), stream(1, 2)]
-    for _ in range(5):
-        for one in (whole, *shares):
-            next(one)
-        counts = np.array([share.skipped_records for share in shares])
-        monkeypatch.setattr(train_module, "all_gather", lambda own, two=counts[1]: np.stack([own, two, two]))
-        counted = train_module.skipped_records(shares[0], experiment, {0: 0, 1: 1, 2: 1})
-        monkeypatch.undo()
-        assert counted == train_module.skipped_records(whole, experiment, {0: 0}) == {"skipped_records": counts.sum()}
-    assert all(counts > 0)

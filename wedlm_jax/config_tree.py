@@ -155,9 +155,16 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any], free: Sequ
             prefix = f"{name}." if name else ""
             names = sorted(saved.keys() | current.keys())
             return [line for key in names for line in walk(saved.get(key), current.get(key), prefix + key)]
+        if _are_sections(saved) and _are_sections(current) and len(saved) == len(current):
+            pairs = enumerate(zip(saved, current, strict=True))
+            return [line for number, (one, other) in pairs for line in walk(one, other, f"{name}[{number}]")]
         return [f"{name}: {saved} -> {current}"]
 
     return walk(saved, current, "")
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(one, Mapping) for one in value)
 
 
 def is_none(text: str) -> bool:

@@ -7,6 +7,7 @@ derived from it by `dataclasses.replace(load_experiment("NAME"), ...)`. Several 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -296,11 +297,12 @@ def _call(path: Path, function: str) -> Experiment | Study:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
-        spec.loader.exec_module(module)
-        make: Callable[[], Experiment | Study] | None = getattr(module, function, None)
-        if not callable(make):
-            raise UserError(f"{path} has no function {function}; name one as --exp {path}:FUNCTION")
-        experiment = make()
+        with _importable(path.parent):
+            spec.loader.exec_module(module)
+            make: Callable[[], Experiment | Study] | None = getattr(module, function, None)
+            if not callable(make):
+                raise UserError(f"{path} has no function {function}; name one as --exp {path}:FUNCTION")
+            experiment = make()
     except UserError:
         raise
     except SyntaxError as error:
@@ -312,3 +314,15 @@ def _call(path: Path, function: str) -> Experiment | Study:
     if not isinstance(experiment, (Experiment, Study)):
         raise UserError(f"{path}: {function}() returns {type(experiment).__name__}, not an Experiment or a Study")
     return experiment
+
+
+@contextlib.contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """What lies in a folder can be imported, as by a script there."""
+    place = str(folder.absolute())
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the file took it off itself
+            sys.path.remove(place)

@@ -48,7 +48,10 @@ class OptimizerConfig:
         if not 0 <= self.final_fraction <= 1:
             raise UserError(f"optimizer.final_fraction={self.final_fraction} must be in [0, 1]")
         if self.warmup_steps and self.warmup_ratio:
-            raise UserError("optimizer.warmup_steps and optimizer.warmup_ratio are both set; set one of them")
+            raise UserError(
+                f"optimizer.warmup_steps={self.warmup_steps} and optimizer.warmup_ratio={self.warmup_ratio} are both set; add "
+                "optimizer.warmup_ratio=0, or optimizer.warmup_steps=0"
+            )
 
 
 def learning_rate(config: OptimizerConfig, step: jax.Array, total_steps: int) -> jax.Array:

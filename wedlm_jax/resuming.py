@@ -34,7 +34,8 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
     if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
         raise UserError(
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
-            f"choose another --workdir, or remove {workdir} to start again"
+            f"choose another --workdir, where model.path={workdir} goes on from its weights with a fresh optimizer and schedule, "
+            f"or remove {workdir} to start again"
         )
 
 
@@ -47,6 +48,8 @@ def _with_places(experiment: Experiment) -> dict[str, Any]:
         tree["init_from"] = _place(initial)
     for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
         part["path"] = _place(part["path"])
+    for part in (tree["data"], *tree["data"]["mixture"]):
+        part["held_out_path"] = _place(part["held_out_path"])
     if experiment.data.self_generated is None:
         for part in (tree["data"], *tree["data"]["mixture"]):
             del part["path"]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 import tyro
 
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import Checkpoints, refuse_unfit_path
-from wedlm_jax.data.pipeline import RECORDS, PackedBatches, batches
-from wedlm_jax.distributed import all_gather, is_main, together
+from wedlm_jax.data.pipeline import batches, require_groups
+from wedlm_jax.data_progress import DataProgress
+from wedlm_jax.distributed import is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
 from wedlm_jax.evals.validation import Validation
 from wedlm_jax.experiment import Experiment, Study, TrainConfig, list_experiments, load_named
@@ -48,6 +48,7 @@ from wedlm_jax.workdir import (
     prepare_workdir,
     progress_of,
     refuse_long_rows,
+    require_inputs,
     tokenizer_of,
 )
 
@@ -136,6 +137,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     resumed = is_begun(workdir)
     if resumed:
         refuse_another_experiment(experiment, workdir)
+    else:
+        require_inputs(experiment)
     if config.wandb is not None and is_main():
         require_wandb(config.wandb)
 
@@ -144,6 +147,8 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     mesh = make_mesh(experiment.mesh)
     experiment.check_batch(mesh)
     shares = row_shares(mesh)
+    feeders = len(set(shares.values()))
+    require_groups(experiment.data, config.batch_size, feeders)
     begun = experiment if resumed else pinned(experiment)
     initial: Model | None = None
     if not resumed:
@@ -169,10 +174,11 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
         data = self_generated_data(experiment, workdir, initial, tokenizer)
     stream = batches(
         data, tokenizer, objective.block_size, config.batch_size, config.seed,
-        process_index=shares[jax.process_index()], process_count=len(set(shares.values())),
+        process_index=shares[jax.process_index()], process_count=feeders,
     )  # fmt: skip
     require_same_data(stream)
     digests = digests_of(experiment.data, stream)
+    progress = DataProgress(stream, shares, digests, skips=experiment.data.on_bad_record == "skip")
     ar_update, wedlm_update = (compile_step(step, settings, mesh) for step in (ar_step, wedlm_step))
     validation = None
     if config.eval_every:
@@ -220,6 +226,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             size += f" ({trained / frozen_size:.1%} of its base's {frozen_size / 1e6:.2f}M, which stay as they are)"
         where = f"{mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}"
         say(f"{experiment.name}: {size} on {where}, {origin}, in {workdir}")
+        say(f"{experiment.name}: {progress.an_epoch}")
         if experiment.optimizer.warmup_steps >= config.steps:
             say(
                 f"note: optimizer.warmup_steps={experiment.optimizer.warmup_steps} is not below train.steps={config.steps}, "
@@ -227,7 +234,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             )
 
         # The loop. A step is dispatched before the numbers of the one before are fetched: the device never waits for the host.
-        waiting: tuple[int, dict[str, jax.Array], dict[str, int]] | None = None
+        waiting: tuple[int, dict[str, jax.Array], dict[str, float | int]] | None = None
         saved = start  # the newest step with a checkpoint
         kept_by: dict[str, Any] = {}  # the metrics of the newest step that was reported, for its checkpoint
         with (
@@ -248,15 +255,15 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         raise
                     if waiting is not None:
                         numbers = report.step(*waiting)
-                        stop_if_not_finite(numbers, config)
+                        stop_if_not_finite(numbers, config, saved)
                         kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"]}
-                    checkpoints.save(state, step - 1, place_in_data(stream, shares, digests), kept_by)
+                    checkpoints.save(state, step - 1, progress.place(), kept_by)
                     checkpoints.wait()
                     raise UserError(f"{error}; step {step - 1} of {config.steps} is saved in {workdir}") from error
                 last = step == config.steps
                 measure = validation is not None and (step % config.eval_every == 0 or last)
                 logged = step % config.log_every == 0 or last or measure
-                counted = skipped_records(stream, experiment, shares) if logged else {}
+                counted = progress.numbers(last=last) if logged else {}
                 compiles = start < objective.ar_steps == step - 1  # the second program, while the clock runs already
                 if compiles:
                     jax.block_until_ready(state)
@@ -264,7 +271,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 with traced(step, config.profile_steps, workdir, report.throughput.paused) as through, clock:
                     state, metrics = through((wedlm_update if masks else ar_update)(state, batch))
                 if waiting is not None:
-                    stop_if_not_finite(report.step(*waiting), config)
+                    stop_if_not_finite(report.step(*waiting), config, saved)
                 waiting = step, metrics, counted
 
                 told_to_end = termination.asked(step)
@@ -283,13 +290,13 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                         samples = validation.samples(state.all_params, masks=masks)
                 numbers = report.step(step, metrics, counted | measured)
                 waiting = None
-                stop_if_not_finite(numbers, config)
+                stop_if_not_finite(numbers, config, saved)
                 if measured:
                     report.validation(step, measured, samples)
                 measured_of = f"{config.eval_batches} batches, {'with' if masks else 'without'} masks"
                 kept_by = {SKIPPED_IN_ROW: numbers["skipped_in_row"], MEASURED_OF: measured_of, **measured}
                 if save:
-                    checkpoints.save(state, step, place_in_data(stream, shares, digests), kept_by)
+                    checkpoints.save(state, step, progress.place(), kept_by)
                     saved = step
                 if told_to_end and not last:
                     checkpoints.wait()
@@ -303,32 +310,15 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
     return True
 
 
-def place_in_data(stream: PackedBatches, shares: dict[int, int], digests: list[str]) -> dict[str, list[Any]]:
-    """The iterators' states of all groups, in their order, the number of records of each source, and the digests of some."""
-    places = {name: _of_shares(values, shares).reshape(-1).tolist() for name, values in stream.get_state().items()}
-    return {**places, RECORDS: stream.records, DIGESTS: digests}
-
-
-def skipped_records(stream: PackedBatches, experiment: Experiment, shares: dict[int, int]) -> dict[str, int]:
-    """Bad records left out so far in all groups, where the data may leave any out; all processes must call it, and wait."""
-    if experiment.data.on_bad_record != "skip":
-        return {}
-    return {"skipped_records": int(_of_shares(stream.skipped_records, shares).sum())}
-
-
-def _of_shares(x: Any, shares: dict[int, int]) -> np.ndarray:
-    """What one process of every share of the rows has as `x`, in the order of the shares; all processes must call it."""
-    feeders = {share: process for process, share in shares.items()}
-    return all_gather(np.asarray(x))[[feeders[share] for share in sorted(feeders)]]
-
-
-def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig) -> None:
-    """Stops a run whose updates are no longer finite; what was saved while they were is kept."""
+def stop_if_not_finite(numbers: dict[str, Any], config: TrainConfig, saved: int) -> None:
+    """Stops a run whose updates are no longer finite; what was saved while they were, up to step `saved`, is kept."""
     if numbers["skipped_in_row"] >= config.max_skipped_in_row:
+        go_on = (
+            " in another --workdir, where model.path=WORKDIR goes on from the checkpoint that is kept" if saved else ""
+        )
         raise UserError(
             f"the loss or gradient was not finite {numbers['skipped_in_row']} times in a row, so the run is stopped; no such "
-            "update was applied, and the checkpoints are kept; look at the data, or lower optimizer.learning_rate in another "
-            "--workdir, where model.path=WORKDIR goes on from these weights"
+            f"update was applied; look at the data, or lower optimizer.learning_rate{go_on}"
         )
 
 

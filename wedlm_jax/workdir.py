@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
 from wedlm_jax.data.documents import with_chat_template, with_end_token
+from wedlm_jax.data.sources import require_source
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.distributed import is_main, of_main
@@ -121,6 +122,18 @@ def pinned(experiment: Experiment) -> Experiment:
     if not is_workdir(Path(place)):
         return experiment
     return dataclasses.replace(experiment, init_from=f"{place}@{of_main(chosen_step(place, step))}")
+
+
+def require_inputs(experiment: Experiment) -> None:
+    """What can be told of data and tokenizer before a model is fetched, which takes minutes of a large one.
+
+    Raises:
+      UserError: a source is not there, or there is no tokenizer at tokenizer.path.
+    """
+    for part in experiment.data.parts:
+        require_source(part)
+    if experiment.tokenizer.path is not None and is_main():
+        load_tokenizer(experiment.tokenizer.path)
 
 
 def load_initial(experiment: Experiment, mesh: Mesh) -> tuple[Model | None, ModelConfig]:

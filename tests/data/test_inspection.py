@@ -13,7 +13,7 @@ from tests.data.tiny import BLOCK_SIZE, chat, config_of, digest, sentence, sente
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.data.__main__ import find_tokenizer, main
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.inspection import LEARNED, PAD, PROMPT, inspect, row_text, show
+from wedlm_jax.data.inspection import LEARNED, PAD, PROMPT, epochs, inspect, row_text, show
 from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.errors import UserError
 
@@ -104,6 +104,23 @@ def test_what_the_end_of_the_reading_left_empty_is_no_padding(path):
     assert "of the places of the rows begun; they fill no batch" in console.file.getvalue()
 
 
+def test_the_steps_of_an_epoch_are_about_those_of_the_stream(tmp_path):
+    """Also where not all records were looked at."""
+    path = write_lines(tmp_path / "many.jsonl", [chat(number, 1 + number % 3) for number in range(120)])
+    config = config_of(path, row_length=128)
+    documents, batches, steps = Documents(config, tokenizer(), 0, "train"), stream(config, batch_size=2), 0
+    while batches.epochs[0] < 1:
+        next(batches)
+        steps += 1
+    for count in (40, 1000):
+        (line,) = epochs(inspect(documents, count, **SHAPE), documents, 2 * 128, 500)
+        found = re.fullmatch(
+            rf"epoch of {path}: 120 records, about (\d+) steps; train.steps=500 are about (\S+) epochs", line
+        )
+        assert float(found[1]) == pytest.approx(steps, rel=0.15)
+        assert float(found[2]) == pytest.approx(500 / steps, rel=0.15)
+
+
 def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, capsys):
     save_tokenizer(tokenizer(), tmp_path / "tokenizer")
     experiment = tmp_path / "tiny.py"
@@ -117,6 +134,7 @@ def test_the_command_works_before_any_training(path, tmp_path, monkeypatch, caps
     run_with = ("--exp", experiment, f"data.path={path}", f"tokenizer.path={tmp_path / 'tokenizer'}")
     status, printed = run(monkeypatch, capsys, *run_with, "data.on_bad_record=skip", "--samples", 1)
     assert status == 0 and "skipped records: 1" in printed and "<|im_start|>assistant" in printed
+    assert f"epoch of {path}: 21 records, about" in printed and "train.steps=1000 are about" in printed
     status, printed = run(monkeypatch, capsys, *run_with)
     assert status == 2 and printed.startswith(f"error: {path}:21: broken JSON")
     status, printed = run(monkeypatch, capsys, "--exp", experiment, f"data.path={path}")

@@ -57,6 +57,12 @@ def test_a_number_that_was_not_finite_is_a_gap(tmp_path):
     assert points(lines, "validation_ar_loss") == ([2, 4], [1.0, 0.5])
 
 
+def test_a_single_number_is_a_point():
+    lines = [{"step": 1, "loss": 2.0, "ar_loss": 1.0}, {"step": 2, "loss": 1.0, "ar_loss": None}]
+    loss, ar_loss = draw_curves({"a": lines}).axes
+    assert [axes.lines[0].get_marker() for axes in (loss, ar_loss)] == ["None", "."]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

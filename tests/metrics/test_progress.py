@@ -86,8 +86,8 @@ def test_progress_shows_loss_rate_and_eta(terminal, monkeypatch):
     console = Console(file=out, force_terminal=terminal, width=120)
     with ProgressBar("run", start_step=0, total_steps=100, console=console) as bar:
         bar.show(1, None, None)
-        bar.show(61, 1.25, 1234.5, 0.421)  # a step a second, 39 to go
+        bar.show(61, 1.25, 1234.5, 0.421, 3.276)  # a step a second, 39 to go
     shown = out.getvalue()
-    for part in ("run", "61/100", "loss 1.2500", "tokens/s", "MFU 42.1 %", "0:39"):
+    for part in ("run", "61/100", "loss 1.2500", "epoch 3.28", "tokens/s", "MFU 42.1 %", "0:39"):
         assert part in shown
     assert terminal or "loss not finite" in shown

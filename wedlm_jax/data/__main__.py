@@ -11,7 +11,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.documents import Documents
-from wedlm_jax.data.inspection import inspect, show
+from wedlm_jax.data.inspection import epochs, inspect, show
 from wedlm_jax.data.split import Split
 from wedlm_jax.data.tokenizer import padding_id
 from wedlm_jax.data.tokenizer_training import make_tokenizer
@@ -54,8 +54,9 @@ def main() -> None:
             "data.self_generated=none data.source=completions data.path=WORKDIR/self_generated/completions.jsonl"
         )
     tokenizer = find_tokenizer(experiment)
+    documents = Documents(experiment.data, tokenizer, experiment.train.seed, flags.split)
     inspection = inspect(
-        Documents(experiment.data, tokenizer, experiment.train.seed, flags.split),
+        documents,
         flags.documents,
         num_groups=experiment.data.num_groups,
         num_rows=max(experiment.train.batch_size // experiment.data.num_groups, 1),
@@ -63,7 +64,12 @@ def main() -> None:
         block_size=experiment.objective.block_size,
         pad_token_id=padding_id(tokenizer),
     )
-    show(Console(), inspection, tokenizer, flags.samples)
+    console = Console()
+    show(console, inspection, tokenizer, flags.samples)
+    if flags.split == "train":
+        places = experiment.train.batch_size * experiment.data.row_length
+        for line in epochs(inspection, documents, places, experiment.train.steps):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def find_tokenizer(experiment: Experiment) -> PreTrainedTokenizerBase:

@@ -135,6 +135,11 @@ class Documents:
             for number, source in enumerate(self._sources)
         ]
 
+    def times_read(self, count: float) -> list[float]:
+        """How often the first `count` documents of the stream, those of the other split among them, go through each source."""
+        of_source = [count * weight / sum(self._weights) for weight in self._weights]
+        return [turns / records for turns, records in zip(of_source, self.records, strict=True)]
+
     def _place(self, index: int) -> tuple[int, int]:
         """Of document `index`: which source, and the index in it."""
         turn, group = divmod(index, self._config.num_groups)

@@ -43,6 +43,11 @@ class Inspection:
         return float((segments[segments.any(axis=1)] == 0).mean())
 
     @property
+    def places(self) -> float:
+        """Of rows that the documents take, padding among them, where others follow them."""
+        return sum(self.lengths) / (1 - self.padding)
+
+    @property
     def learned(self) -> float:
         """Share of the tokens (no padding) with a loss on them."""
         return sum(int(batch.loss_mask.sum()) for batch in self.batches) / sum(self.lengths)
@@ -119,6 +124,24 @@ def show(console: Console, inspection: Inspection, tokenizer: PreTrainedTokenize
     )
     for reason in inspection.skipped[:_REASONS]:
         console.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
+
+
+def epochs(inspection: Inspection, documents: Documents, places: int, steps: int) -> list[str]:
+    """A line for each source: how many steps of so many `places`, batch size x row length, go through it once, and how often all
+    `steps` do."""
+    in_step = inspection.seen * places / inspection.places if inspection.lengths else 0.0  # documents of the stream
+    lines = []
+    for name, records, times in zip(documents.names, documents.records, documents.times_read(in_step), strict=True):
+        if times:
+            lines.append(
+                f"epoch of {name}: {records:,} records, about {_rounded(1 / times)} steps; train.steps={steps} are about "
+                f"{_rounded(steps * times)} epochs"
+            )
+    return lines
+
+
+def _rounded(x: float) -> str:
+    return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"
 
 
 def row_text(batch: PackedBatch, row: int, tokenizer: PreTrainedTokenizerBase, plain: bool = False) -> Text:

@@ -70,6 +70,7 @@ class PackedBatches(Iterator[PackedBatch]):
         }  # fmt: skip
         self._places = [Place(group) for group in groups]  # after the batches that were handed out
         self._pending: list[_Pending] | None = None
+        self._skipped: list[str] = []  # place and reason of the first bad record
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "wedlm_jax.data")
         self._ahead: concurrent.futures.Future[tuple[PackedBatch, list[Place]]] | None = None
 
@@ -88,6 +89,26 @@ class PackedBatches(Iterator[PackedBatch]):
     def skipped_records(self) -> int:
         """Bad records that were left out of the batches handed out so far, of this process's groups; 0 under "error"."""
         return sum(place.skipped_records for place in self._places)
+
+    @property
+    def first_skipped(self) -> str | None:
+        """Place and reason of the first bad record that was left out since the iterator was made, of this process's groups."""
+        return next(iter(self._skipped), None)
+
+    @property
+    def records_read(self) -> int:
+        """Records that this process's groups read for the batches handed out so far; those of the other split are among them."""
+        return sum(place.next_example // self._num_groups for place in self._places)
+
+    @property
+    def epochs(self) -> list[float]:
+        """How often each source was read, where the groups of other processes are as far as this one's."""
+        return self._documents.times_read(self.records_read * self._num_groups / len(self._groups))
+
+    @property
+    def names(self) -> list[str]:
+        """Of each source, for messages."""
+        return self._documents.names
 
     @property
     def records(self) -> list[int]:
@@ -136,7 +157,8 @@ class PackedBatches(Iterator[PackedBatch]):
     def _make(self) -> tuple[PackedBatch, list[Place]]:
         if self._pending is None:
             self._pending = [
-                _Pending(_examples(self._reader, self._documents, place, self._num_groups)) for place in self._places
+                _Pending(_examples(self._reader, self._documents, place, self._num_groups, self._skipped))
+                for place in self._places
             ]
         parts = []
         for pending in self._pending:
@@ -170,14 +192,18 @@ class _Pending:
         return self._read[0][0]
 
 
-def _examples(reader: Reader, documents: Documents, start: Place, step: int) -> Iterator[tuple[Place, Example]]:
-    """Every piece of the documents from `start` on, each with its own place. A part of a mixture without any ends the training
-    too, and is told of the held-out split."""
+def _examples(
+    reader: Reader, documents: Documents, start: Place, step: int, first_skipped: list[str]
+) -> Iterator[tuple[Place, Example]]:
+    """Every piece of the documents from `start` on, each with its own place; `first_skipped` is given the first bad record. A
+    part of a mixture without any ends the training too, and is told of the held-out split."""
     skipped, split = start.skipped_records, documents.split
     index, first = start.next_example, start.next_piece
     whole, parts = _Drought(documents.epoch), [_Drought(records) for records in documents.records]
     for document in reader.read(index, step):
-        skipped += document.skipped is not None
+        if document.skipped is not None:
+            skipped += 1
+            first_skipped += [] if first_skipped else [document.skipped]
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
         for drought, part in ((whole, None), (parts[document.part], document.part)):
@@ -219,6 +245,20 @@ class _Drought:
         self._length, self.reason = 0, None
 
 
+def require_groups(config: DataConfig, batch_size: int, process_count: int = 1) -> None:
+    """Raises a `UserError` where rows, groups and the processes that feed a batch cannot be shared out."""
+    if config.num_groups % process_count:
+        raise UserError(
+            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
+            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}; a run that has "
+            "begun keeps its groups, so start that in fewer processes, or go on from its weights in another --workdir"
+        )
+    if batch_size % config.num_groups:
+        raise UserError(
+            f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
+        )
+
+
 def batches(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -247,16 +287,7 @@ def batches(
     Raises:
         UserError: a source is missing or not of its format, or rows, groups and processes cannot be shared out.
     """
-    if config.num_groups % process_count:
-        raise UserError(
-            f"data.num_groups={config.num_groups} is not a multiple of the {process_count} processes that feed a batch; "
-            f"set data.num_groups={process_count}, or a multiple that divides train.batch_size={batch_size}; a run that has "
-            "begun keeps its groups, so start that in fewer processes, or go on from its weights in another --workdir"
-        )
-    if batch_size % config.num_groups:
-        raise UserError(
-            f"a batch of {batch_size} rows cannot be split into data.num_groups={config.num_groups} groups; make it a divisor"
-        )
+    require_groups(config, batch_size, process_count)
     own = config.num_groups // process_count
     return PackedBatches(
         Documents(config, tokenizer, seed, split),

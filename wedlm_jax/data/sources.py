@@ -225,3 +225,16 @@ class CodePieces:
 
     def parse(self, index: int, raw: Raw) -> Record:
         return Tokens(raw)
+
+
+def require_source(part: SourceConfig) -> None:
+    """What can be told of a source at once: its files are looked for and not read, a dataset is opened.
+
+    Raises:
+        UserError: there is no such file, none of its kind, or no such dataset, or it misses a column or the package to read it.
+    """
+    for of_split in {part, part.of_split("held_out")}:
+        if part.source in _ENDINGS:
+            _files(of_split)
+        elif part.source in ("tfds", "hf_dataset"):
+            open_path(of_split, row_length=1)

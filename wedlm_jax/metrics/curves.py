@@ -24,6 +24,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "gradient norm": ("grad_norm",),
     "learning rate": ("learning_rate",),
     "padding share": ("padding_share",),
+    "skipped records": ("skipped_records",),
     "tokens per second": ("tokens_per_second",),
     "MFU": ("mfu",),
 }  # fmt: skip
@@ -55,7 +56,8 @@ def draw_curves(runs: Mapping[str, Lines]) -> Figure:
                 steps, values = points(run, name)
                 if steps:
                     both = f"{label} {name.rpartition('_')[2]}" if len(names) > 2 else label if name == first else None
-                    axis.plot(steps, values, style, color=f"C{number}", label=both, linewidth=1.2)
+                    marker = "." if sum(map(math.isfinite, values)) == 1 else None  # a line of one point is none
+                    axis.plot(steps, values, style, color=f"C{number}", label=both, linewidth=1.2, marker=marker)
         some_held_out = any(points(run, name)[0] for run in runs.values() for name in names[1:])
         axis.set_title(title if some_held_out else title.removesuffix(_HELD_OUT), fontsize=10)
         axis.set_xlabel("step", fontsize=8)

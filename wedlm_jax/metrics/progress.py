@@ -46,12 +46,20 @@ class ProgressBar:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def show(self, step: int, loss: float | None, tokens_per_second: float | None, mfu: float | None = None) -> None:
+    def show(
+        self,
+        step: int,
+        loss: float | None,
+        tokens_per_second: float | None,
+        mfu: float | None = None,
+        epoch: float | None = None,
+    ) -> None:
         """Moves the bar; a loss that is None was not finite."""
         now = time.perf_counter()
         self._first = self._first or (step, now)
         eta = self._eta(step, now)
         parts = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+        parts += [f"epoch {epoch:.2f}"] if epoch is not None else []
         parts += [f"{tokens_per_second:,.0f} tokens/s"] if tokens_per_second else []
         parts += [f"MFU {100 * mfu:.1f} %"] if mfu is not None else []
         shown = " · ".join(parts)

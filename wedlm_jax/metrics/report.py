@@ -68,7 +68,9 @@ class Report:
             rates = self.throughput.take()
             if self._writer is not None:
                 self._writer.write(step, numbers | rates)
-            self._bar.show(step, numbers["loss"], rates.get("tokens_per_second"), rates.get("mfu"))
+            self._bar.show(
+                step, numbers["loss"], rates.get("tokens_per_second"), rates.get("mfu"), numbers.get("epoch")
+            )
         return numbers
 
     def validation(self, step: int, numbers: Numbers, samples: Sequence[Mapping[str, Any]]) -> None:
