@@ -19,7 +19,7 @@ from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_ca
 from wedlm_jax.decode.generation import require_model
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
-from wedlm_jax.hf.adapter import with_adapter, write_adapter
+from wedlm_jax.hf.adapter import with_adapter, with_tokenizer_in, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
@@ -67,7 +67,7 @@ def load(
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
         None: the first device.
       adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
-        special ids and what was measured of it take the place of theirs.
+        special ids, its tokenizer with the chat template (of PEFT neither) and what was measured of it take the place of theirs.
       chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` of Qwen3's, for every
         conversation that is a prompt of this model. `save` writes the template as it was stored.
       matmul_precision: of float32, which "highest" makes float32 on accelerators too; None: as it was trained.
@@ -138,8 +138,9 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
-    """Writes the adapter of a model alone: safetensors and a JSON that names its base and the revision of its weights; where it
-    works on all rows, PEFT's adapter_config.json beside them. `load(base, adapter=path)` gives the model again.
+    """Writes the adapter of a model alone: safetensors, a JSON that names its base and the revision of its weights, and the
+    tokenizer; where it works on all rows, PEFT's adapter_config.json beside them. `load(base, adapter=path)` gives the model
+    again.
 
     Args:
       base: the name by which others find the base; the one that `load` was given if it is None.
@@ -232,9 +233,10 @@ def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Mode
     config = dataclasses.replace(model.config, adapter=declared.config.adapter)
     transformer = transformer_from(config, params | load_params(workdir, step, model.mesh)[1])
     ids = declared.mask_token_id, declared.eos_token_ids
-    return dataclasses.replace(
+    model = dataclasses.replace(
         model, transformer=transformer, config=config, mask_token_id=ids[0], eos_token_ids=ids[1]
     )
+    return with_tokenizer_in(workdir / TOKENIZER_FOLDER, model)
 
 
 def base_params(workdir: Path, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
