@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -125,6 +126,21 @@ def test_an_adapter_is_no_model(tmp_path, beside):
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=f"an adapter and no model; .* --model BASE --adapter {tmp_path}"):
         load(tmp_path)
+
+
+def test_an_adapter_that_lies_among_the_files_of_its_base_is_left_out_with_a_warning(tmp_path):
+    """transformers would put it beside the base."""
+    both = shutil.copytree(BASE, tmp_path / "both")
+    save_adapter(adapted(ON_ALL), tmp_path / "adapter")
+    for file in (tmp_path / "adapter").glob("adapter*"):
+        shutil.copy(file, both)
+    with pytest.warns(
+        UserWarning, match=f"^{both}: holds an adapter too, which is left out; --adapter {both} adds it$"
+    ):
+        assert load(both).config.adapter is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(both, adapter=both).config.adapter == ON_ALL
 
 
 def test_an_adapter_of_the_hub_says_how_it_is_fetched():

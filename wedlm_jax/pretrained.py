@@ -19,7 +19,7 @@ from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_ca
 from wedlm_jax.decode.generation import require_model
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
-from wedlm_jax.hf.adapter import with_adapter, with_tokenizer_in, write_adapter
+from wedlm_jax.hf.adapter import is_adapter, with_adapter, with_tokenizer_in, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
@@ -92,6 +92,10 @@ def load(
         model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)
     else:
         model = load_hf(directory, dtype, mask_token_id, mesh)
+        if adapter is None and is_adapter(directory):
+            warnings.warn(
+                f"{path}: holds an adapter too, which is left out; --adapter {directory} adds it", stacklevel=2
+            )
     if adapter is not None:
         base, beside = model, locate_adapter(adapter)
         if is_workdir(beside):
