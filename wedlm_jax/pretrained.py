@@ -210,10 +210,9 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
     files = workdir / TOKENIZER_FOLDER
     tokenizer = tokenizer_in(files)
-    if mask_token_id is None:
-        mask_token_id = declared.mask_token_id
-    else:
-        choose_mask_token_id(config, tokenizer, mask_token_id)
+    mask_token_id = (
+        declared.mask_token_id if mask_token_id is None else choose_mask_token_id(config, tokenizer, mask_token_id)
+    )
     if declared.base is not None:
         params = base_params(workdir, dtype, mesh) | params  # the adapter's stay as they were trained
     else:
