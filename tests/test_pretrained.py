@@ -112,6 +112,28 @@ def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypa
     )
 
 
+@pytest.mark.parametrize(
+    ("path", "why", "fetched"),
+    [
+        ("Qwen/Qwen3-0.6B", "beside a folder Qwen", "Qwen/Qwen3-0.6B"),
+        ("owner/name@main", "with @main", "owner/name --revision main"),
+        ("Qwen/Qwen3-0.6B@v1", "with @v1", "Qwen/Qwen3-0.6B --revision v1"),
+    ],
+)
+def test_what_may_be_meant_as_a_hub_id_and_is_not_fetched_says_why_and_how_it_is(
+    path, why, fetched, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    fetched = f"hf download {fetched} --local-dir DIR"
+    with pytest.raises(
+        UserError, match=rf"^{path}: no such directory, and no hub id {why} \(of the hub {fetched} fetches"
+    ):
+        load(path)
+    with pytest.raises(UserError, match=f"^{path}: no such directory; .* and of the hub fetched by {fetched}$"):
+        pretrained.locate_adapter(path)
+
+
 def test_a_directory_that_is_neither_kind_says_so(tmp_path):
     with pytest.raises(
         UserError, match=r"neither an HF directory \(no config.json\) nor a workdir with a model \(no model.json\)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.adapter import is_adapter, is_adapter_alone
-from wedlm_jax.hf.hub import is_hub_id
+from wedlm_jax.hf.hub import how_to_fetch, is_hub_id
 from wedlm_jax.hf.weights import local_directory
 from wedlm_jax.model_file import MODEL_FILE
 
@@ -26,8 +26,8 @@ def locate(path: str | Path) -> Path:
     _refuse_other_ways_to_name_a_step(directory)
     if not directory.exists() and not is_hub_id(path):
         raise UserError(
-            f"{path}: no such directory; python -m wedlm_jax.train --exp NAME --workdir {path} makes a workdir, "
-            f"python -m wedlm_jax.convert --from WORKDIR --to {path} an HF directory"
+            f"{path}: no such directory{_if_of_the_hub(path)}; python -m wedlm_jax.train --exp NAME --workdir {path} makes a "
+            f"workdir, python -m wedlm_jax.convert --from WORKDIR --to {path} an HF directory"
         )
     _require_steps(named, directory)
     directory = local_directory(path)
@@ -48,7 +48,7 @@ def locate_adapter(path: str | Path) -> Path:
     directory = Path(split_step(path)[0])
     if not directory.is_dir():
         what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
-        fetched = f", and of the hub fetched by hf download {path} --local-dir DIR" if is_hub_id(path) else ""
+        fetched = f", and of the hub fetched by {command}" if (command := how_to_fetch(path)) else ""
         raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT{fetched}")
     if not is_adapter(directory) and (directory / "config.json").is_file():
         raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
@@ -75,6 +75,15 @@ def split_step(path: str | Path) -> tuple[str | Path, Step]:
 
 def is_workdir(directory: Path) -> bool:
     return (directory / MODEL_FILE).is_file() and not (directory / "config.json").is_file()
+
+
+def _if_of_the_hub(path: str | Path) -> str:
+    """Why what may be meant as a hub id is not taken for one, and what fetches it."""
+    if not (command := how_to_fetch(path)):
+        return ""
+    owner, _, name = str(path).partition("/")
+    why = f"with @{name.partition('@')[2]}" if "@" in name else f"beside a folder {owner}"
+    return f", and no hub id {why} (of the hub {command} fetches it)"
 
 
 def _refuse_other_ways_to_name_a_step(path: Path) -> None:
