@@ -161,7 +161,7 @@ def with_tokenizer_in(directory: Path, model: Model) -> Model:
 def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     """What adapter.json says, or, where there is none, PEFT's file; where both are there they must agree."""
     ours, theirs = directory / FILE, directory / peft.FILE
-    of_peft = peft.from_peft(read_json(theirs), theirs) if theirs.is_file() else None
+    of_peft = peft.from_peft(read_json(theirs), theirs, _tensors(directory).shapes) if theirs.is_file() else None
     if not ours.is_file():
         if of_peft is None:
             raise UserError(f"{directory}: no {FILE} and no {peft.FILE}, so it is no adapter; copy the whole directory")
@@ -180,15 +180,19 @@ def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     return described
 
 
-def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
-    """The parameters of the adapter by path, stacked over layers, in float32."""
-    assert config.adapter is not None
+def _tensors(directory: Path) -> StoredTensors:
     if not (directory / WEIGHTS).is_file():
         pickled = (
             " (adapter_model.bin is pickled, never read here)" if (directory / "adapter_model.bin").is_file() else ""
         )
         raise UserError(f"{directory}: no {WEIGHTS}{pickled}; copy or save the adapter again")
-    tensors = StoredTensors(directory, WEIGHTS)
+    return StoredTensors(directory, WEIGHTS)
+
+
+def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
+    """The parameters of the adapter by path, stacked over layers, in float32."""
+    assert config.adapter is not None
+    tensors = _tensors(directory)
     table = list(adapter_rows(config))
     needed = {name: row.hf_shape(config) for row in table for name in row.names(config)}
     ranks = {shape[0] for name, shape in tensors.shapes.items() if name.endswith("lora_A.weight")}
