@@ -96,8 +96,18 @@ def _is_message(prompt: object) -> bool:
 
 
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
-    """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
-    request = make_request(model, prompt, config, row=0, name="prompt")
+    """Completes one prompt and hands out tokens as they are committed. The pieces join to what `generate` returns.
+
+    Yields:
+      `Commit`s: `.ids`, of which there may be none, and `.text`, None without a tokenizer.
+
+    Raises:
+      UserError: as `generate`, at once but for a lack of memory, which is met at the first piece.
+    """
+    return _pieces(model, make_request(model, prompt, config, row=0, name="prompt"))
+
+
+def _pieces(model: Model, request: Request) -> Iterator[Commit]:
     pieces = Pieces(model.tokenizer, request.config)
     with memory_errors([request]):
         batch = Batch(model, [request])
