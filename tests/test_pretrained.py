@@ -99,6 +99,13 @@ def test_only_a_model_is_saved(write, tmp_path):
         write("runs/sft", tmp_path / "out")
 
 
+@pytest.mark.parametrize("write", [save, save_adapter])
+@pytest.mark.parametrize("path", [None, "", 3])
+def test_nothing_is_saved_where_no_path_is_named(write, path):
+    with pytest.raises(UserError, match=f"^path={path!r}: name a directory$"):
+        write(tiny_model(), path)
+
+
 @pytest.mark.parametrize("path", ["runs/nothing", "/nowhere/at/all", "nothing"])
 def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

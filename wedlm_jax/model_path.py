@@ -73,6 +73,13 @@ def split_step(path: str | Path) -> tuple[str | Path, Step]:
     return type(path)(named[1]), "best" if named[2] == "best" else int(named[2])
 
 
+def local_target(path: str | Path) -> Path:
+    """The local directory that `path` names, to write; `~` is the home directory. A `UserError` where it names none."""
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise UserError(f"path={path!r}: name a directory")
+    return Path(os.path.expanduser(path))
+
+
 def is_workdir(directory: Path) -> bool:
     return (directory / MODEL_FILE).is_file() and not (directory / "config.json").is_file()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from wedlm_jax.model.int8 import in_int8, on_host
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import TOKENIZER_FOLDER, Base, ModelFile
-from wedlm_jax.model_path import is_workdir, locate, locate_adapter, split_step
+from wedlm_jax.model_path import is_workdir, local_target, locate, locate_adapter, split_step
 from wedlm_jax.ops.attention import asked_elsewhere
 from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
@@ -129,11 +128,11 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
         Tencent's own code.
 
     Raises:
-      UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
-        adapter of mask rows, which is saved by `save_adapter`.
+      UserError: the weights do not fit `arch`, `path` names nothing or holds something that is not an earlier export of ours, or
+        the model has an adapter of mask rows, which is saved by `save_adapter`.
     """
     require_model(model)
-    directory = Path(os.path.expanduser(path))
+    directory = local_target(path)
     save_hf(model, directory, arch)
     if model.calibration is not None:
         write_calibration(directory, model.calibration, plain(model))
@@ -150,10 +149,10 @@ def save_adapter(model: Model, path: str | Path, base: str | None = None) -> Non
       base: the name by which others find the base; the one that `load` was given if it is None.
 
     Raises:
-      UserError: the model has no adapter, or `path` holds something that is not an earlier adapter of ours.
+      UserError: the model has no adapter, or `path` names nothing or holds something that is not an earlier adapter of ours.
     """
     require_model(model)
-    directory = Path(os.path.expanduser(path))
+    directory = local_target(path)
     write_adapter(model, directory, model.source if base is None else base)
     if model.calibration is not None:
         write_calibration(directory, model.calibration, model)
