@@ -96,10 +96,7 @@ def _is_message(prompt: object) -> bool:
 
 
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
-    """Completes one prompt and hands out tokens as they are committed. The pieces join to what `generate` returns.
-
-    Yields:
-      `Commit`s: `.ids`, of which there may be none, and `.text`, None without a tokenizer.
+    """Completes one prompt and yields `Commit`s of `.ids` and `.text` as they come, which join to what `generate` returns.
 
     Raises:
       UserError: as `generate`, at once but for a lack of memory, which is met at the first piece.
@@ -112,8 +109,7 @@ def _pieces(model: Model, request: Request) -> Iterator[Commit]:
     with memory_errors([request]):
         batch = Batch(model, [request])
         for state, _ in batch.stepwise():
-            commit = pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))
-            if commit is not None:
+            if commit := pieces.next(batch.ids(state)[0], finished=not bool(state.running[0])):
                 yield commit
 
 
