@@ -13,7 +13,9 @@ from tests.evals.models import tiny_model
 from tests.hf.adapters import with_noise
 from wedlm_jax import calibrate, load, pretrained, save, save_adapter
 from wedlm_jax.checkpoint import Checkpoints
+from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.decode.calibration import Calibration
+from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.adapter import AdapterConfig, split_adapter
@@ -172,9 +174,9 @@ def test_an_adapter_that_convert_writes_beside_a_model_of_the_hub_names_that_and
     assert json.loads((folder / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == "owner/name"
 
 
-def begun(workdir):
+def begun(workdir, rows="mask"):
     """A workdir that trained an adapter beside `base`, named so; the model of both."""
-    model = with_noise(load("base"), AdapterConfig(rank=2))
+    model = with_noise(load("base"), AdapterConfig(rank=2, rows=rows))
     base, own = split_adapter(params_of(model.transformer))
     workdir.mkdir(parents=True)
     beside = base_of(Experiment(name="adapter", init_from="base"), model, model.config)
@@ -233,6 +235,26 @@ def test_a_workdir_that_trained_one_is_taken_as_it_is_and_its_adapter_is_taken_o
     ModelFile(load("base").config, 3, (5,)).write(folder / "run")
     with pytest.raises(UserError, match="run: a whole model and no adapter; load it as the model itself"):
         load("base", adapter="run")
+
+
+@pytest.mark.parametrize("rows", ["mask", "all"])
+def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(folder, rows):
+    """Beside its base as from its workdir, and merged into it."""
+    begun(folder / "run", rows)
+    trained, asked = load("base").tokenizer, [{"role": "user", "content": "How many?"}]
+    trained.chat_template = "{{ messages[0]['content'] }} Think not."
+    save_tokenizer(trained, folder / "run" / "tokenizer")
+    (folder / "run" / "tokenizer" / "generation_config.json").write_text('{"temperature": 0.7}')
+    save_adapter(load("run"), "taken")
+    save_adapter(load("base", adapter="taken"), "taken")  # over itself, from whose files it comes
+    models = [load("run"), load("base", adapter="run"), load("base", adapter="taken")]
+    if rows == "all":
+        save(models[-1], "merged")
+        models.append(load("merged"))
+        assert json.loads((folder / "merged" / "generation_config.json").read_text())["temperature"] == 0.7
+    for model in models:
+        assert prompt_text(model, asked, "prompt") == "How many? Think not."
+    assert prompt_text(load("base"), asked, "prompt") != "How many? Think not."
 
 
 def test_an_experiment_has_its_own(monkeypatch, capsys):

@@ -49,6 +49,15 @@ def test_keeps_bfloat16_weights_as_they_are_stored(monkeypatch, capsys, tmp_path
     ).read_bytes()
 
 
+def test_writes_the_dtype_that_is_asked_for(monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, "--from", QWEN3, "--to", tmp_path / "out", "--dtype", "bfloat16") == 0
+    assert f"wrote {tmp_path / 'out'}: wedlm, bfloat16, 0.3 MB" in capsys.readouterr().out
+    stored, written = (load_file(folder / "model.safetensors") for folder in (QWEN3, tmp_path / "out"))
+    for name, x in written.items():
+        np.testing.assert_array_equal(x, stored[name].astype(x.dtype))
+        assert x.dtype.name == "bfloat16"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -58,6 +67,10 @@ def test_keeps_bfloat16_weights_as_they_are_stored(monkeypatch, capsys, tmp_path
         (
             ["--from", QWEN3, "--to", "out", "--only-adapter", "--verify"],
             "error: --verify is for whole models and --only-adapter writes none; leave one of the two out",
+        ),
+        (
+            ["--from", QWEN3, "--to", "out", "--only-adapter", "--dtype", "bfloat16"],
+            "error: --dtype bfloat16 is for whole models and --only-adapter writes none",
         ),
         (
             ["--from", QWEN3, "--to", "out", "--only-adapter", "--arch", "qwen3"],
@@ -118,6 +131,13 @@ def test_a_merged_adapter_is_verified_too(capsys, tmp_path):
     assert (
         f"verified {tmp_path / 'out'}: logits of torch and wedlm_jax" in printed and f"verified {QWEN3}" not in printed
     )
+
+
+@needs_torch
+def test_of_another_dtype_what_was_written_is_verified_alone(capsys, tmp_path):
+    convert(Convert(str(QWEN3), tmp_path / "out", "qwen3", "bfloat16", verify=True))
+    printed = capsys.readouterr().out
+    assert f"verified {tmp_path / 'out'}: logits of torch" in printed and f"verified {QWEN3}" not in printed
 
 
 @needs_torch

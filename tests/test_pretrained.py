@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -98,6 +99,13 @@ def test_only_a_model_is_saved(write, tmp_path):
         write("runs/sft", tmp_path / "out")
 
 
+@pytest.mark.parametrize("write", [save, save_adapter])
+@pytest.mark.parametrize("path", [None, "", 3])
+def test_nothing_is_saved_where_no_path_is_named(write, path):
+    with pytest.raises(UserError, match=f"^path={path!r}: name a directory$"):
+        write(tiny_model(), path)
+
+
 @pytest.mark.parametrize("path", ["runs/nothing", "/nowhere/at/all", "nothing"])
 def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -109,6 +117,28 @@ def test_a_missing_path_names_the_commands_that_make_it(path, tmp_path, monkeypa
         f"wedlm_jax.train --exp NAME --workdir {path}" in message
         and f"wedlm_jax.convert --from WORKDIR --to {path}" in message
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "why", "fetched"),
+    [
+        ("Qwen/Qwen3-0.6B", "beside a folder Qwen", "Qwen/Qwen3-0.6B"),
+        ("owner/name@main", "with @main", "owner/name --revision main"),
+        ("Qwen/Qwen3-0.6B@v1", "with @v1", "Qwen/Qwen3-0.6B --revision v1"),
+    ],
+)
+def test_what_may_be_meant_as_a_hub_id_and_is_not_fetched_says_why_and_how_it_is(
+    path, why, fetched, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    fetched = f"hf download {fetched} --local-dir DIR"
+    with pytest.raises(
+        UserError, match=rf"^{path}: no such directory, and no hub id {why} \(of the hub {fetched} fetches"
+    ):
+        load(path)
+    with pytest.raises(UserError, match=f"^{path}: no such directory; .* and of the hub fetched by {fetched}$"):
+        pretrained.locate_adapter(path)
 
 
 def test_a_directory_that_is_neither_kind_says_so(tmp_path):
@@ -125,6 +155,21 @@ def test_an_adapter_is_no_model(tmp_path, beside):
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match=f"an adapter and no model; .* --model BASE --adapter {tmp_path}"):
         load(tmp_path)
+
+
+def test_an_adapter_that_lies_among_the_files_of_its_base_is_left_out_with_a_warning(tmp_path):
+    """transformers would put it beside the base."""
+    both = shutil.copytree(BASE, tmp_path / "both")
+    save_adapter(adapted(ON_ALL), tmp_path / "adapter")
+    for file in (tmp_path / "adapter").glob("adapter*"):
+        shutil.copy(file, both)
+    with pytest.warns(
+        UserWarning, match=f"^{both}: holds an adapter too, which is left out; --adapter {both} adds it$"
+    ):
+        assert load(both).config.adapter is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load(both, adapter=both).config.adapter == ON_ALL
 
 
 def test_an_adapter_of_the_hub_says_how_it_is_fetched():

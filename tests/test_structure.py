@@ -23,6 +23,7 @@ FLOORS = (
     {"model", "diffusion", "data"},
     {"objective"},
     {"optimizer", "train_state", "mask_training", "train_step", "hf", "model_file", "checkpoint", "metrics", "decode"},
+    {"model_path"},
     {"engine", "pretrained", "baselines", "absent_devices"},
     {"evals", "model_flags", "study", "train_config"},
     {"experiment"},

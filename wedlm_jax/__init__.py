@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.stats import Completion, Stats
+from wedlm_jax.decode.text import Commit
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.generate import generate, stream
 from wedlm_jax.model.adapter import AdapterConfig
@@ -30,6 +31,7 @@ __all__ = [
     "AdapterConfig",
     "CachedWindow",
     "Causal",
+    "Commit",
     "Completion",
     "DecodeConfig",
     "DualStream",

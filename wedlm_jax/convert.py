@@ -1,6 +1,7 @@
 """Checkpoint or HF directory -> HF directory, and the proof that PyTorch computes the same with it.
 
 python -m wedlm_jax.convert --from runs/quickstart --to exports/quickstart --arch qwen3 --verify
+python -m wedlm_jax.convert --from runs/sft --to exports/sft --arch qwen3 --dtype bfloat16
 python -m wedlm_jax.convert --from runs/sft --adapter adapters/sft --to exports/merged
 python -m wedlm_jax.convert --from runs/quickstart_adapter --only-adapter --to adapters/quickstart
 """
@@ -22,8 +23,9 @@ from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
 from wedlm_jax.hf.config import Arch, from_hf, read_json, stock_arch
 from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.merging import plain
+from wedlm_jax.model.merging import merged, plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 
 TOLERANCE = 1e-4  # of max(1, largest logit), in float32
@@ -39,6 +41,8 @@ class Convert:
     """Directory to write; an earlier export is replaced."""
     arch: Arch = "wedlm"
     """Model type to declare. Stock transformers reads qwen3 (a qk norm), qwen2 (a qkv bias) and llama (neither)."""
+    dtype: DType | None = None
+    """Dtype of the weights that are written; if left out as they are stored, of a training in float32."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Load both sides with torch and transformers, compare logits with ours in float32."""
     adapter: AdapterFlag = None
@@ -47,31 +51,41 @@ class Convert:
 
 
 def convert(args: Convert) -> None:
-    if args.only_adapter and (args.verify or args.arch != Convert.arch):
-        flag = "--verify" if args.verify else f"--arch {args.arch}"
+    of_whole = {
+        "--verify": args.verify,
+        f"--arch {args.arch}": args.arch != Convert.arch,
+        f"--dtype {args.dtype}": args.dtype is not None,
+    }
+    if args.only_adapter and any(of_whole.values()):
+        flag = next(flag for flag, given in of_whole.items() if given)
         raise UserError(f"{flag} is for whole models and --only-adapter writes none; leave one of the two out")
     if args.verify:
         _require_torch()
     directory = pretrained.locate(args.source)
     of_workdir = pretrained.is_workdir(directory)
     source = args.source if of_workdir else directory  # with the step; a hub id is fetched once
-    model = pretrained.load(source, pretrained.exact_dtype(directory), adapter=args.adapter)
+    stored = pretrained.exact_dtype(directory)
+    # An adapter is added in float32, so that the sums are rounded once.
+    model = pretrained.load(source, stored if args.dtype is None else "float32", adapter=args.adapter)
     if args.only_adapter:
         pretrained.save_adapter(model, args.target, None if of_workdir else args.source)
         print(f"wrote {args.target}: {_in_words(model)}, {_size_of(args.target) / 1e6:.1f} MB")
         return
+    if args.dtype is not None:
+        model = _in_dtype(model, args.dtype)
     pretrained.save(model, args.target, args.arch)
     print(f"wrote {args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
     if args.verify:
         # The model that was written: by now a run that goes on may have saved another.
-        verify(model, args.target, *([] if of_workdir or args.adapter is not None else [directory]))
+        as_stored = not of_workdir and args.adapter is None and args.dtype in (None, stored)
+        verify(model, args.target, *([directory] if as_stored else []))
 
 
 def verify(model: Model, *directories: Path) -> None:
     """Raises `UserError` where torch gives other logits on one of the directories than we for the model, whose adapter is merged
     there."""
     _require_torch()
-    exact = _in_float32(plain(model))
+    exact = _in_dtype(plain(model), "float32")
     tokens, positions = _probe(exact.config.vocab_size)
     ours = np.asarray(exact.transformer(jnp.asarray(tokens), positions=jnp.asarray(positions)))
     del exact
@@ -84,10 +98,15 @@ def verify(model: Model, *directories: Path) -> None:
         print(f"verified {line}")
 
 
-def _in_float32(model: Model) -> Model:
-    """The weights as they are stored, computed with in float32, to its full precision."""
-    config = dataclasses.replace(model.config, dtype="float32", param_dtype="float32", matmul_precision="highest")
-    params = {name: jnp.asarray(x, jnp.float32) for name, x in params_of(model.transformer).items()}
+def _in_dtype(model: Model, dtype: DType) -> Model:
+    """The weights in this dtype, an adapter merged, and computed with in it to its full precision.
+
+    Raises:
+      UserError: as `merged`.
+    """
+    config, params = merged(model.config, params_of(model.transformer))
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, matmul_precision="highest")
+    params = {name: jnp.asarray(x, dtype) for name, x in params.items()}
     return dataclasses.replace(model, transformer=transformer_from(config, params), config=config)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,19 +18,20 @@ from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_ca
 from wedlm_jax.decode.generation import require_model
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
-from wedlm_jax.hf.adapter import is_adapter, is_adapter_alone, with_adapter, write_adapter
+from wedlm_jax.hf.adapter import is_adapter, with_adapter, with_tokenizer_in, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, tokenizer_in
-from wedlm_jax.hf.weights import load_hf, local_directory, resolve_dtype, stored_dtype
+from wedlm_jax.hf.weights import load_hf, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.int8 import in_int8, on_host
 from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
-from wedlm_jax.model_file import MODEL_FILE, TOKENIZER_FOLDER, Base, ModelFile
+from wedlm_jax.model_file import TOKENIZER_FOLDER, Base, ModelFile
+from wedlm_jax.model_path import is_workdir, local_target, locate, locate_adapter, split_step
 from wedlm_jax.ops.attention import asked_elsewhere
 from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
@@ -45,8 +44,6 @@ MeshFlag = Annotated[
         help="Devices to decode over, the first that are there: tensor and fsdp cut the model up, data and fsdp the prompts."
     ),
 ]
-
-_WITH_STEP = re.compile(r"(.+)@(\d+|best)")
 
 
 def load(
@@ -69,7 +66,7 @@ def load(
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
         None: the first device.
       adapter: a directory of `save_adapter`, or of PEFT, or a workdir that trained one, that goes beside these weights. Its
-        special ids and what was measured of it take the place of theirs.
+        special ids, its tokenizer with the chat template (of PEFT neither) and what was measured of it take the place of theirs.
       chat_template_kwargs: variables of the chat template, such as `{"enable_thinking": False}` of Qwen3's, for every
         conversation that is a prompt of this model. `save` writes the template as it was stored.
       matmul_precision: of float32, which "highest" makes float32 on accelerators too; None: as it was trained.
@@ -94,6 +91,10 @@ def load(
         model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)
     else:
         model = load_hf(directory, dtype, mask_token_id, mesh)
+        if adapter is None and is_adapter(directory):
+            warnings.warn(
+                f"{path}: holds an adapter too, which is left out; --adapter {directory} adds it", stacklevel=2
+            )
     if adapter is not None:
         base, beside = model, locate_adapter(adapter)
         if is_workdir(beside):
@@ -127,11 +128,11 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
         Tencent's own code.
 
     Raises:
-      UserError: the weights do not fit `arch`, `path` holds something that is not an earlier export of ours, or the model has an
-        adapter of mask rows, which is saved by `save_adapter`.
+      UserError: the weights do not fit `arch`, `path` names nothing or holds something that is not an earlier export of ours, or
+        the model has an adapter of mask rows, which is saved by `save_adapter`.
     """
     require_model(model)
-    directory = Path(os.path.expanduser(path))
+    directory = local_target(path)
     save_hf(model, directory, arch)
     if model.calibration is not None:
         write_calibration(directory, model.calibration, plain(model))
@@ -140,72 +141,23 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
 
 
 def save_adapter(model: Model, path: str | Path, base: str | None = None) -> None:
-    """Writes the adapter of a model alone: safetensors and a JSON that names its base and the revision of its weights; where it
-    works on all rows, PEFT's adapter_config.json beside them. `load(base, adapter=path)` gives the model again.
+    """Writes the adapter of a model alone: safetensors, a JSON that names its base and the revision of its weights, and the
+    tokenizer; where it works on all rows, PEFT's adapter_config.json beside them. `load(base, adapter=path)` gives the model
+    again.
 
     Args:
       base: the name by which others find the base; the one that `load` was given if it is None.
 
     Raises:
-      UserError: the model has no adapter, or `path` holds something that is not an earlier adapter of ours.
+      UserError: the model has no adapter, or `path` names nothing or holds something that is not an earlier adapter of ours.
     """
     require_model(model)
-    directory = Path(os.path.expanduser(path))
+    directory = local_target(path)
     write_adapter(model, directory, model.source if base is None else base)
     if model.calibration is not None:
         write_calibration(directory, model.calibration, model)
     if model.measured_windows is not None:
         write_measured_windows(directory, model.measured_windows, model)
-
-
-def locate_adapter(path: str | Path) -> Path:
-    """The local directory of an adapter. A `UserError` says what else is there."""
-    directory = Path(split_step(path)[0])
-    if not directory.is_dir():
-        what = "is a file; name the directory that holds it" if directory.exists() else "no such directory"
-        fetched = f", and of the hub fetched by hf download {path} --local-dir DIR" if is_hub_id(path) else ""
-        raise UserError(f"{path}: {what}; an adapter is written by wedlm_jax.save_adapter or by PEFT{fetched}")
-    if not is_adapter(directory) and (directory / "config.json").is_file():
-        raise UserError(f"{path}: a whole model and no adapter; load it as the model itself")
-    _require_steps(path, directory)
-    return directory
-
-
-def locate(path: str | Path) -> Path:
-    """The local directory that `path` names; hub ids are fetched. A `UserError` says what would make a missing one."""
-    named, path = path, split_step(path)[0]
-    directory = Path(path)
-    _refuse_other_ways_to_name_a_step(directory)
-    if not directory.exists() and not is_hub_id(path):
-        raise UserError(
-            f"{path}: no such directory; python -m wedlm_jax.train --exp NAME --workdir {path} makes a workdir, "
-            f"python -m wedlm_jax.convert --from WORKDIR --to {path} an HF directory"
-        )
-    _require_steps(named, directory)
-    directory = local_directory(path)
-    if is_adapter_alone(directory):
-        raise UserError(
-            f"{path}: an adapter and no model; load its base and name it beside that: --model BASE --adapter {path}"
-        )
-    if not is_workdir(directory) and not (directory / "config.json").is_file():
-        raise UserError(
-            f"{path}: neither an HF directory (no config.json) nor a workdir with a model (no model.json); "
-            f"python -m wedlm_jax.train --exp NAME --workdir {path} makes one"
-        )
-    return directory
-
-
-def _refuse_other_ways_to_name_a_step(path: Path) -> None:
-    """Raises a `UserError` for the folder of a checkpoint, and for a word behind the @ of a workdir."""
-    workdir, step = (path.parent.parent, path.name) if path.parent.name == "checkpoints" else (path, "")
-    if not step and not path.exists() and "@" in path.name:
-        name, _, step = path.name.rpartition("@")
-        workdir = path.with_name(name) if name else path
-    if step and is_workdir(workdir):
-        from wedlm_jax.checkpoint import saved_steps
-
-        held = ", ".join(f"{workdir}@{n}" for n in saved_steps(workdir)) or "none yet"
-        raise UserError(f"{path}: names no checkpoint; those of {workdir} are {held}, and {workdir} is the newest")
 
 
 def config_of(path: str | Path) -> ModelConfig:
@@ -220,33 +172,6 @@ def config_of(path: str | Path) -> ModelConfig:
     if is_workdir(directory):
         return dataclasses.replace(ModelFile.read(directory).config, param_dtype="float32")
     return from_hf(read_json(directory / "config.json"), directory / "config.json")
-
-
-def split_step(path: str | Path) -> tuple[str | Path, Step]:
-    """The directory that `path` names, and the checkpoint: `runs/sft@500` or `runs/sft@best`, None where it names no other.
-
-    `~` is the home directory, which no shell writes out behind an equals sign.
-
-    Raises:
-      UserError: no path.
-    """
-    if not isinstance(path, (str, Path)) or not str(path):
-        raise UserError(f"path={path!r}: name a directory, or a hub id")
-    path = type(path)(os.path.expanduser(path))
-    named = _WITH_STEP.fullmatch(str(path))
-    if named is None or Path(path).exists():
-        return path, None
-    return type(path)(named[1]), "best" if named[2] == "best" else int(named[2])
-
-
-def _require_steps(path: str | Path, directory: Path) -> None:
-    """Raises a `UserError` where `path` names a checkpoint and `directory` is not of the kind that holds several."""
-    if (step := split_step(path)[1]) is not None and not is_workdir(directory):
-        raise UserError(f"{path}: {directory} is no workdir of wedlm_jax.train and has no steps; leave out @{step}")
-
-
-def is_workdir(directory: Path) -> bool:
-    return (directory / MODEL_FILE).is_file() and not (directory / "config.json").is_file()
 
 
 def exact_dtype(directory: Path) -> DType:
@@ -284,10 +209,9 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
     files = workdir / TOKENIZER_FOLDER
     tokenizer = tokenizer_in(files)
-    if mask_token_id is None:
-        mask_token_id = declared.mask_token_id
-    else:
-        choose_mask_token_id(config, tokenizer, mask_token_id)
+    mask_token_id = (
+        declared.mask_token_id if mask_token_id is None else choose_mask_token_id(config, tokenizer, mask_token_id)
+    )
     if declared.base is not None:
         params = base_params(workdir, dtype, mesh) | params  # the adapter's stay as they were trained
     else:
@@ -311,9 +235,10 @@ def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Mode
     config = dataclasses.replace(model.config, adapter=declared.config.adapter)
     transformer = transformer_from(config, params | load_params(workdir, step, model.mesh)[1])
     ids = declared.mask_token_id, declared.eos_token_ids
-    return dataclasses.replace(
+    model = dataclasses.replace(
         model, transformer=transformer, config=config, mask_token_id=ids[0], eos_token_ids=ids[1]
     )
+    return with_tokenizer_in(workdir / TOKENIZER_FOLDER, model)
 
 
 def base_params(workdir: Path, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:

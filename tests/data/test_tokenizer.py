@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, processors
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.data.tiny import config_of, sentencepiece, with_bos
@@ -166,6 +166,19 @@ def test_the_text_of_a_prompt_and_the_text_behind_it_are_the_whole_text(tokenize
     whole = [before + behind for before, behind in halves if "\N{REPLACEMENT CHARACTER}" not in before + behind]
     assert whole == [text] * len(whole)
     assert len(whole) > 1
+
+
+def test_no_space_is_taken_out_of_a_text_by_what_comes_behind_it(tmp_path):
+    """Whatever its files say, which an export has as they were: a text is the pieces that were streamed, joined."""
+    pieces = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0), (" ", -1.0), ("!", -1.0)], 0))
+    pieces.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=pieces, clean_up_tokenization_spaces=True).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["clean_up_tokenization_spaces"] is True
+    tokenizer = load_tokenizer(tmp_path)
+    ids = encode_text(tokenizer, "a !")
+    assert (
+        tokenizer.decode(ids) == decoder_behind(tokenizer)(ids) == "".join(map(decoder_behind(tokenizer), ids)) == "a !"
+    )
 
 
 def test_the_start_of_a_text_is_what_its_tokenizer_puts_before_any_text():

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
+from wedlm_jax import Commit, DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.data.tokenizer import IM_END, MASK, decoder_behind, train_tokenizer
 from wedlm_jax.decode import generation
 from wedlm_jax.decode.generation import completion
@@ -230,10 +230,20 @@ def test_messages_go_through_the_chat_template():
     assert tokenizer().decode(ids) == f"<|im_start|>user\nhey{IM_END}\n<|im_start|>assistant\n"
 
 
+def test_what_is_wrong_with_a_request_is_said_before_its_first_piece_is_asked_for():
+    """As by `generate` and `Engine.submit`."""
+    for prompt, config, message in (
+        ("text", DecodeConfig(), "prompt: this model has no tokenizer"),
+        ([1], DecodeConfig(max_new_tokens=10**6), "prompt: 1 prompt tokens . max_new_tokens=1000000 exceed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            stream(tiny_model(), prompt, config)
+
+
 def test_without_a_tokenizer_ids_come_and_text_is_none():
     config = dataclasses.replace(config_of("streaming_eager"), max_new_tokens=5)
     pieces = list(stream(tiny_model(), [1, 2], config))
     assert joined(pieces) == generate(tiny_model(), [[1, 2]], config)[0].ids
-    assert {piece.text for piece in pieces} == {None}
+    assert {type(piece) for piece in pieces} == {Commit} and {piece.text for piece in pieces} == {None}
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         generate(tiny_model(), [[1, 2]], dataclasses.replace(config, stop=("a",)))

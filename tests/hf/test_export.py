@@ -1,5 +1,6 @@
 """Weights out: shards and index, carried files, atomic replacement, special ids."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_changed_end_ids_are_written(tmp_path):
     save_hf(model, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [9, 10]
     assert load_hf(tmp_path / "out").eos_token_ids == (9, 10)
+
+
+def test_of_a_model_without_end_ids_no_file_names_one(copy_of, tmp_path):
+    source = copy_of("wedlm_qwen3", eos_token_id=3)
+    (source / "generation_config.json").write_text('{"temperature": 0.7, "eos_token_id": [3, 4]}')
+    save_hf(dataclasses.replace(load_hf(source), eos_token_ids=()), tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"temperature": 0.7}
+    assert load_hf(tmp_path / "out").eos_token_ids == ()
 
 
 def test_a_wedlm_export_always_states_bias_and_norm(oracle_model, tmp_path):

@@ -5,6 +5,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from wedlm_jax import load, save, save_adapter
 from wedlm_jax.errors import UserError
@@ -149,7 +150,10 @@ def test_what_only_peft_can_do_is_refused_by_name(name, tmp_path):
         ({"r": None}, "r=None is not a whole number"),
         ({"lora_alpha": "6"}, "lora_alpha='6' is not a number"),
         ({"lora_alpha": 0}, "adapter.alpha=0.0 must be above 0"),
-        ({"target_modules": "all-linear"}, "target_modules='all-linear' is a pattern; list the projections: q_proj"),
+        ({"target_modules": None}, "target_modules=None is neither a list of names nor a pattern"),
+        ({"target_modules": [3]}, "target_modules=[3] is neither a list of names nor a pattern"),
+        ({"target_modules": "all-linear"}, "must name at least one projection"),
+        ({"target_modules": ["model.lm_head"]}, "target_modules holds 'model.lm_head', not implemented (only q_proj"),
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules holds 'lm_head', not implemented (only q_proj"),
         ({"target_modules": []}, "must name at least one projection"),
         ({"use_future": 1}, "use_future is not a field of LoRA in PEFT 0.19"),
@@ -167,6 +171,38 @@ def test_bad_fields_are_named(fields, message, tmp_path):
 @pytest.mark.parametrize("initial", ["gaussian", "orthogonal"])
 def test_initial_values_that_leave_the_base_as_it_is_are_plain_lora(initial, tmp_path):
     assert of_peft.from_peft(PLAIN | {"init_lora_weights": initial}, tmp_path) == of_peft.from_peft(PLAIN, tmp_path)
+
+
+LAYERS = [f"model.layers.{layer}" for layer in range(3)]
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        ["self_attn.q_proj", "mlp.up_proj"],
+        [f"{layer}.{end}" for layer in LAYERS for end in ("mlp.up_proj", "self_attn.q_proj")],
+        r".*\.(q|up)_proj",
+    ],
+)
+def test_targets_may_be_named_as_peft_matches_them(targets, tmp_path):
+    """By any end of their path, each in full as all-linear leaves them in a large model, or by a pattern."""
+    model = adapted(AdapterConfig(3, 6.0, ("q_proj", "up_proj"), "all"))
+    save_adapter(model, tmp_path)
+    (tmp_path / FILE).unlink()
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": targets}))
+    assert load(BASE, "float32", adapter=tmp_path).config.adapter == model.config.adapter
+    weights = tmp_path / "adapter_model.safetensors"
+    kept = {name: x for name, x in load_file(weights).items() if "layers.2.mlp" not in name}
+    save_file(kept, weights)
+    with pytest.raises(UserError, match="do not fit this adapter on this base: missing .*layers.2.mlp.up_proj.lora_A"):
+        load(BASE, "float32", adapter=tmp_path)
+
+
+def test_a_pattern_that_matched_what_is_not_implemented_is_refused_by_the_name_of_that(tmp_path):
+    pairs = [f"base_model.model.{name}.weight" for name in ("model.layers.0.mlp.up_proj.lora_A", "lm_head.lora_A")]
+    with pytest.raises(UserError, match="target_modules holds 'base_model.model.lm_head', not implemented"):
+        of_peft.from_peft(PLAIN | {"target_modules": "all-linear"}, tmp_path, pairs)
 
 
 def test_targets_come_in_one_order(tmp_path):

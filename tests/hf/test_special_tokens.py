@@ -4,6 +4,7 @@ import dataclasses
 import json
 import warnings
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -57,7 +58,18 @@ def test_caller_may_choose_any_row_where_there_is_no_tokenizer(copy_of):
     assert load_hf(copy_of("qwen3_plain"), mask_token_id=0).mask_token_id == 0
 
 
-@pytest.mark.parametrize("mask_token_id", [-1, 220, True, "5"])
+@pytest.mark.parametrize("mask_token_id", [True, "5", 5.0])
+def test_a_mask_id_that_is_no_whole_number_is_said_to_be_none(copy_of, mask_token_id):
+    with pytest.raises(UserError, match="mask_token_id=.* is not a whole number$"):
+        load_hf(copy_of("qwen3_plain"), mask_token_id=mask_token_id)
+
+
+@pytest.mark.parametrize("name", ["qwen3_plain", "wedlm_qwen3"])
+def test_a_mask_id_of_numpy_is_taken_as_the_number_that_json_can_hold(copy_of, name):
+    assert type(load_hf(copy_of(name), mask_token_id=np.int64(5)).mask_token_id) is int
+
+
+@pytest.mark.parametrize("mask_token_id", [-1, 220])
 def test_outside_the_vocabulary_is_refused(copy_of, mask_token_id):
     with pytest.raises(UserError, match="is not a row of the vocabulary \\(0 to 219\\)"):
         load_hf(copy_of("qwen3_plain"), mask_token_id=mask_token_id)

@@ -112,11 +112,14 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     if not (directory / "tokenizer.json").is_file():
         from transformers import AutoTokenizer as reader  # here, because it imports torch where there is one
     try:
-        return reader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        tokenizer = reader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # broken JSON arrives as many types, a bare Exception of the Rust library among them
         raise UserError(
             f"{directory}: the tokenizer cannot be read ({reason(error)}); write its files again"
         ) from error
+    # It would take spaces before punctuation out of a text once both are there, by which a text is no longer its pieces joined.
+    tokenizer.clean_up_tokenization_spaces = False
+    return tokenizer
 
 
 # A call sets in the tokenizer itself whether control tokens are spelled out, and then reads it. The thread that packs training

@@ -96,14 +96,20 @@ def _is_message(prompt: object) -> bool:
 
 
 def stream(model: Model, prompt: Prompt, config: DecodeConfig = DecodeConfig()) -> Iterator[Commit]:
-    """Completes one prompt and yields tokens as they are committed. The pieces join to what `generate` returns."""
-    request = make_request(model, prompt, config, row=0, name="prompt")
+    """Completes one prompt and yields `Commit`s of `.ids` and `.text` as they come, which join to what `generate` returns.
+
+    Raises:
+      UserError: as `generate`, at once but for a lack of memory, which is met at the first piece.
+    """
+    return _pieces(model, make_request(model, prompt, config, row=0, name="prompt"))
+
+
+def _pieces(model: Model, request: Request) -> Iterator[Commit]:
     pieces = Pieces(model.tokenizer, request.config)
     with memory_errors([request]):
         batch = Batch(model, [request])
         for state, _ in batch.stepwise():
-            commit = pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))
-            if commit is not None:
+            if commit := pieces.next(batch.ids(state)[0], finished=not bool(state.running[0])):
                 yield commit
 
 

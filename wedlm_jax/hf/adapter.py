@@ -3,14 +3,16 @@
   adapter_model.safetensors  the pairs, under PEFT's names and in its layout; with rows="mask" also the mask embedding
   adapter.json               what it is, and the revision of the base that it was trained on
   adapter_config.json        with rows="all": PEFT's own description, so that PEFT reads the directory too
+  tokenizer files            as it was trained with, the chat template among them, and generation_config.json
 
-A directory of PEFT has no adapter.json; its base is checked by the shapes alone.
+A directory of PEFT has no adapter.json; its base is checked by the shapes alone, and keeps its own tokenizer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -31,6 +33,7 @@ from wedlm_jax.hf.shards import (
     require_contents,
     write_file,
 )
+from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files, tokenizer_in
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
@@ -83,7 +86,9 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     if config.adapter is None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
     require_unrounded(config)
-    written = {FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE, WINDOWS_FILE}
+    written = {
+        FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE, WINDOWS_FILE, CHAT_TEMPLATES, GENERATION_FILE, *TOKENIZER_FILES
+    }  # fmt: skip
     require_free(
         target, written.__contains__, lambda directory: (directory / FILE).is_file(), "an adapter of wedlm_jax"
     )
@@ -100,10 +105,14 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
         write_json(staging / FILE, dataclasses.asdict(described))
         if config.adapter.rows == "all":
             write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
+        copy_tokenizer_files(model.files, model.tokenizer, staging)
+        if model.files is not None and (model.files / GENERATION_FILE).is_file():
+            shutil.copyfile(model.files / GENERATION_FILE, staging / GENERATION_FILE)
 
 
 def with_adapter(model: Model, directory: Path) -> Model:
-    """The model with the adapter of a directory, its pairs in float32 and cut over the mesh as their kernels are.
+    """The model with the adapter of a directory, its pairs in float32 and cut over the mesh as their kernels are, and with the
+    special ids and the tokenizer of `adapter.json`'s directory.
 
     Raises:
       UserError: it is not complete or damaged, it was trained on another base, or it is of PEFT and not implemented.
@@ -125,6 +134,7 @@ def with_adapter(model: Model, directory: Path) -> Model:
                     f"{directory / FILE}: token id {token} is not in the vocabulary [0, {config.vocab_size})"
                 )
         model = dataclasses.replace(model, mask_token_id=described.mask_token_id, eos_token_ids=described.eos_token_ids)
+        model = with_tokenizer_in(directory, model)
         adapter, dtype = described.adapter, described.dtype
     else:
         adapter, dtype = described, None
@@ -141,10 +151,17 @@ def with_adapter(model: Model, directory: Path) -> Model:
     return dataclasses.replace(model, transformer=transformer_from(config, params | placed), config=config)
 
 
+def with_tokenizer_in(directory: Path, model: Model) -> Model:
+    """The model with the tokenizer of a directory, and with its files for exports; as it is where that has none, as earlier
+    adapters have not."""
+    tokenizer = tokenizer_in(directory)
+    return model if tokenizer is None else dataclasses.replace(model, tokenizer=tokenizer, files=directory)
+
+
 def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     """What adapter.json says, or, where there is none, PEFT's file; where both are there they must agree."""
     ours, theirs = directory / FILE, directory / peft.FILE
-    of_peft = peft.from_peft(read_json(theirs), theirs) if theirs.is_file() else None
+    of_peft = peft.from_peft(read_json(theirs), theirs, _tensors(directory).shapes) if theirs.is_file() else None
     if not ours.is_file():
         if of_peft is None:
             raise UserError(f"{directory}: no {FILE} and no {peft.FILE}, so it is no adapter; copy the whole directory")
@@ -163,15 +180,19 @@ def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     return described
 
 
-def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
-    """The parameters of the adapter by path, stacked over layers, in float32."""
-    assert config.adapter is not None
+def _tensors(directory: Path) -> StoredTensors:
     if not (directory / WEIGHTS).is_file():
         pickled = (
             " (adapter_model.bin is pickled, never read here)" if (directory / "adapter_model.bin").is_file() else ""
         )
         raise UserError(f"{directory}: no {WEIGHTS}{pickled}; copy or save the adapter again")
-    tensors = StoredTensors(directory, WEIGHTS)
+    return StoredTensors(directory, WEIGHTS)
+
+
+def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
+    """The parameters of the adapter by path, stacked over layers, in float32."""
+    assert config.adapter is not None
+    tensors = _tensors(directory)
     table = list(adapter_rows(config))
     needed = {name: row.hf_shape(config) for row in table for name in row.names(config)}
     ranks = {shape[0] for name, shape in tensors.shapes.items() if name.endswith("lora_A.weight")}

@@ -101,6 +101,7 @@ def _export_generation_config(model: Model) -> dict[str, Any]:
     kept = _source_json(model, GENERATION_FILE)
     eos, pad = _eos(model, kept, complete=True), getattr(model.tokenizer, "pad_token_id", None)
     special = {"pad_token_id": kept.get("pad_token_id", pad), "eos_token_id": eos}
+    kept.pop("eos_token_id", None)  # of a model that no id ends any more, the source's would
     return kept | {name: value for name, value in special.items() if value is not None}
 
 

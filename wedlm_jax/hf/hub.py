@@ -17,15 +17,26 @@ DESCRIPTION = (
     peft.FILE,
 )  # fmt: skip
 WEIGHTS = "*.safetensors"
+_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _MEND = "name the repository of the original weights as safetensors"
 
 
 def is_hub_id(path: str | Path) -> bool:
     """Whether `path` reads as `owner/name`: text, two parts, and no local directory called `owner`."""
-    if not isinstance(path, str) or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", path):
+    if not isinstance(path, str) or not re.fullmatch(_ID, path):
         return False
     owner = path.partition("/")[0]
     return owner != "runs" and not Path(owner).exists()
+
+
+def how_to_fetch(path: str | Path) -> str:
+    """The command that fetches what may be meant as of the hub: what `is_hub_id` would take but for a folder called `owner`, and
+    `owner/name@revision`. "" of any other path."""
+    named = re.fullmatch(rf"({_ID})(?:@([\w./-]+))?", path) if isinstance(path, str) else None
+    if named is None or named[1].startswith("runs/"):
+        return ""
+    revision = "" if named[2] is None else f" --revision {named[2]}"
+    return f"hf download {named[1]}{revision} --local-dir DIR"
 
 
 def fetch_description(hub_id: str) -> Path:

@@ -5,7 +5,7 @@ What PEFT can say and this forward pass cannot do is refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,13 @@ def to_peft(adapter: AdapterConfig, base: str | None) -> dict[str, Any]:
     }
 
 
-def from_peft(raw: Mapping[str, Any], file: Path) -> AdapterConfig:
-    """The adapter of an adapter_config.json; `file` is for the messages.
+def from_peft(raw: Mapping[str, Any], file: Path, tensors: Iterable[str] = ()) -> AdapterConfig:
+    """The adapter of an adapter_config.json. Its modules may be named by any end of their path, as PEFT matches them; that
+    every layer has a pair for each is for who reads the tensors to see.
+
+    Args:
+      file: for the messages.
+      tensors: the names of those that are stored, which say what a pattern has matched.
 
     Raises:
       UserError: a field is missing, unknown, or asks for what is not implemented.
@@ -89,11 +94,17 @@ def from_peft(raw: Mapping[str, Any], file: Path) -> AdapterConfig:
         raise UserError(f"{file}: r={rank!r} is not a whole number")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool):
         raise UserError(f"{file}: lora_alpha={alpha!r} is not a number")
-    if not isinstance(targets, list):
-        raise UserError(f"{file}: target_modules={targets!r} is a pattern; list the projections: {', '.join(TARGETS)}")
-    if others := [target for target in targets if target not in TARGETS]:
+    if isinstance(targets, str):
+        matched = sorted({name.partition(".lora_")[0] for name in tensors})
+    elif isinstance(targets, list) and all(isinstance(target, str) for target in targets):
+        matched = targets
+    else:
+        raise UserError(f"{file}: target_modules={targets!r} is neither a list of names nor a pattern")
+    projections = {module: module.rpartition(".")[2] for module in matched}
+    if others := [module for module, projection in projections.items() if projection not in TARGETS]:
         raise UserError(f"{file}: target_modules holds {others[0]!r}, not implemented (only {', '.join(TARGETS)})")
+    used = tuple(target for target in TARGETS if target in projections.values())
     try:
-        return AdapterConfig(rank, float(alpha), tuple(target for target in TARGETS if target in targets), "all")
+        return AdapterConfig(rank, float(alpha), used, "all")
     except UserError as error:
         raise UserError(f"{file}: {error}") from None

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wedlm_jax.data.chat_template import templates_of
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.errors import UserError
@@ -123,8 +125,7 @@ def resolve_mask_token_id(
         return _require_in_vocabulary(of_tokenizer, config, f"{file.parent}: the tokenizer's mask token")
     if chosen is None and (raw_config.get("model_type") != "wedlm" or config.vocab_size <= OFFICIAL_MASK_TOKEN_ID):
         return None
-    chosen = OFFICIAL_MASK_TOKEN_ID if chosen is None else chosen
-    _require_in_vocabulary(chosen, config, "mask_token_id")
+    chosen = _require_in_vocabulary(OFFICIAL_MASK_TOKEN_ID if chosen is None else chosen, config, "mask_token_id")
     if token := real_token(tokenizer, chosen):
         warnings.warn(f"{file}: the mask id {chosen} is the real token {token!r} of the tokenizer", stacklevel=3)
     return chosen
@@ -138,7 +139,7 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
         their vocabulary; 151665 is free in the first, and `<tool_response>` in the second.)
     """
     if requested is not None:
-        _require_in_vocabulary(requested, config, "mask_token_id")
+        requested = _require_in_vocabulary(requested, config, "mask_token_id")
         if token := real_token(tokenizer, requested):
             raise UserError(
                 f"mask_token_id={requested} is the real token {token!r} of the tokenizer; choose a free row"
@@ -169,6 +170,8 @@ def real_token(tokenizer: Any | None, token_id: int) -> str | None:
 
 
 def _require_in_vocabulary(token_id: Any, config: ModelConfig, name: str) -> int:
-    if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < config.vocab_size:
-        raise UserError(f"{name}={token_id!r} is not a row of the vocabulary (0 to {config.vocab_size - 1})")
-    return token_id
+    if not isinstance(token_id, (int, np.integer)) or isinstance(token_id, bool):
+        raise UserError(f"{name}={token_id!r} is not a whole number")
+    if not 0 <= token_id < config.vocab_size:
+        raise UserError(f"{name}={token_id} is not a row of the vocabulary (0 to {config.vocab_size - 1})")
+    return int(token_id)
