@@ -38,7 +38,9 @@ def test_fresh_parameters_deviate_so_that_activations_are_alike_at_any_width_and
             "mlp.down_proj.kernel": (of_mlp * 2 * MODEL.num_layers) ** -0.5,
         }.items()
     }
-    found = {name: float(np.std(x)) for name, x in fresh_state().params.items() if not name.endswith("scale")}
+    found = {
+        name: float(np.std(np.asarray(x))) for name, x in fresh_state().params.items() if not name.endswith("scale")
+    }
     assert found == {name: pytest.approx(deviation, rel=0.12) for name, deviation in wanted.items()}
 
 

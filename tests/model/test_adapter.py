@@ -170,7 +170,7 @@ def test_an_adapter_starts_as_its_base_and_beside_the_same_base():
     np.testing.assert_array_equal(hidden, hidden_of(base_config, base, TOKENS, None))
     for name, x in own.items():  # [layers, ..., rank]
         if name.endswith("lora_a"):
-            assert np.std(x) == pytest.approx(np.prod(x.shape[1:-1]) ** -0.5, rel=0.3), name
+            assert np.std(np.asarray(x)) == pytest.approx(np.prod(x.shape[1:-1]) ** -0.5, rel=0.3), name
 
 
 def test_pairs_are_cut_over_the_devices_as_their_kernels():
