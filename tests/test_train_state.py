@@ -22,6 +22,28 @@ def test_the_seed_makes_the_parameters():
     assert not np.array_equal(one["embed.embedding"], other["embed.embedding"])
 
 
+def test_fresh_parameters_deviate_so_that_activations_are_alike_at_any_width_and_depth():
+    """1 / sqrt(inputs), and of what each layer adds to the residual stream 1 / sqrt(2 layers) of that."""
+    inward = MODEL.hidden_size**-0.5
+    of_heads, of_mlp = MODEL.num_heads * MODEL.head_dim, MODEL.intermediate_size
+    wanted = {"embed.embedding": 0.02} | {
+        "layers." + name: deviation
+        for name, deviation in {
+            "attention.q_proj.kernel": inward,
+            "attention.k_proj.kernel": inward,
+            "attention.v_proj.kernel": inward,
+            "attention.o_proj.kernel": (of_heads * 2 * MODEL.num_layers) ** -0.5,
+            "mlp.gate_proj.kernel": inward,
+            "mlp.up_proj.kernel": inward,
+            "mlp.down_proj.kernel": (of_mlp * 2 * MODEL.num_layers) ** -0.5,
+        }.items()
+    }
+    found = {
+        name: float(np.std(np.asarray(x))) for name, x in fresh_state().params.items() if not name.endswith("scale")
+    }
+    assert found == {name: pytest.approx(deviation, rel=0.12) for name, deviation in wanted.items()}
+
+
 def test_given_parameters_are_taken_in_the_dtype_of_the_state():
     params = {name: np.asarray(value, jnp.bfloat16) for name, value in fresh_state().params.items()}
     state = from_params(params, MODEL, SETTINGS.optimizer, one_device_mesh())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import FULL
+from tests.quick_jit import quick_jit
 from tests.tiny_training import EXPERIMENT, MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch, rows_of
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
@@ -21,6 +23,7 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import ranges
 from wedlm_jax.program_costs import matmul_flops
+from wedlm_jax.train_state import new_state
 from wedlm_jax.train_step import (
     LOSS_BY_RATIO,
     StepSettings,
@@ -96,8 +99,8 @@ def test_masks_depend_on_the_seed_and_the_step_and_are_fed_as_the_mask_token():
 
     first = streams()
     np.testing.assert_array_equal(first.masked, streams().masked)
-    for other in (streams(step=1), streams(seed=1)):
-        assert not np.array_equal(first.masked, other.masked)
+    for one, other in itertools.combinations((first, streams(step=1), streams(seed=1)), 2):
+        assert not np.array_equal(one.masked, other.masked)
     assert (first.tokens[first.masked] == SETTINGS.mask_token_id).all() and first.masked.any()
     assert (streams(mask_token_id=2).tokens[first.masked] == 2).all()
 
@@ -210,6 +213,18 @@ def test_a_loss_that_is_not_finite_leaves_parameters_and_optimizer_alone_and_is_
     mended = dataclasses.replace(after, params=state.params)
     _, metrics = run(wedlm_step, packed_batch(), state=mended, updates=1)
     assert (metrics["skipped"], metrics["skipped_in_row"]) == (2, 0)
+
+
+def test_a_gradient_that_is_not_finite_beside_a_loss_that_is_leaves_them_alone_too():
+    state = new_state({"final_norm.scale": jnp.ones(4)}, SETTINGS.optimizer)
+    state = dataclasses.replace(state, step=state.step + 1)  # the very first has learning rate 0
+    update = quick_jit(functools.partial(train_step.update, settings=SETTINGS))
+    for gradient, skipped in ((2.0, 0), (jnp.inf, 1)):
+        gradients = {"final_norm.scale": jnp.ones(4).at[0].set(gradient)}
+        after, metrics = update(state, gradients, {"loss": jnp.float32(1)})
+        assert (metrics["skipped"], metrics["skipped_in_row"], after.step) == (skipped, skipped, 2)
+        held, left = (jax.tree.leaves((of.params, of.opt_state)) for of in (state, after))
+        assert [np.array_equal(*pair) for pair in zip(held, left, strict=True)] == [bool(skipped)] * len(held)
 
 
 @pytest.mark.parametrize("step", [wedlm_step, ar_step])

@@ -18,12 +18,14 @@ from wedlm_jax.decode import loop as decode_loop
 from wedlm_jax.decode.batches import in_batches
 from wedlm_jax.decode.config import RowSettings
 from wedlm_jax.decode.generation import SMALLEST_BUCKET, make_request, row_bucket
+from wedlm_jax.decode.state import FULL, RUNNING, STOPPED
 from wedlm_jax.decode.verified import widths as verified_widths
 from wedlm_jax.decode.window import feeding_widths
 from wedlm_jax.engine import programs
 from wedlm_jax.model.window_table import ON_ACCELERATOR, ON_CPU, ON_CPU_FROM_CACHE, WindowTable
 from wedlm_jax.sharding import MeshConfig, make_mesh
 
+from ..quick_jit import quick_jit
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
@@ -251,6 +253,24 @@ def test_the_forward_is_as_wide_as_what_is_fed(name):
     text = decode_loop.run.lower(*arguments(name, window_size=8)).as_text()
     compiled = {width for width in range(1, 17) if f"tensor<3x{width}x{TINY.intermediate_size}xf32>" in text}
     assert compiled == set(widths)
+
+
+def test_a_row_that_has_finished_does_not_widen_the_forward(monkeypatch):
+    chosen: list[jax.Array] = []
+    monkeypatch.setattr(
+        window, "_switch_in_place", lambda number, branches, inputs, carry: chosen.append(number) or carry
+    )
+    _, _, state, settings = arguments("verified", window_size=8)
+
+    @quick_jit
+    def width(state, settings, finish):
+        """The number of the one that is chosen; none is run."""
+        state, fed = dataclasses.replace(state, finish=finish), jnp.array([2, 16, 9])
+        window.window_forward(None, state, settings, fed, jnp.zeros((3, 16), bool), widths=(4, 9, 16), most_read=16)
+        return chosen.pop()
+
+    finished = [[STOPPED] * 3, [RUNNING, STOPPED, FULL], [RUNNING, STOPPED, RUNNING], [RUNNING] * 3]
+    assert [int(width(state, settings, jnp.array(finish))) for finish in finished] == [0, 0, 1, 2]
 
 
 # As products by tiles of 16 rows cost, measured.

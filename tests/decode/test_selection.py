@@ -232,6 +232,19 @@ def test_rules_for_slots_that_are_filled_together():
         assert filled(rule, float("inf")) == [0, 2, 3, 4] and filled(rule, -float("inf")) == []
 
 
+def test_ties_go_left_and_an_entropy_at_the_threshold_does_not_pass():
+    """Of numbers that float32 sums exactly."""
+    adjusted = jnp.asarray([[0.25, 0.5, jnp.inf, 0.25, 0.25]])
+    masked = jnp.isfinite(adjusted)
+
+    def filled(rule: str, tau: float) -> list[int]:
+        return np.flatnonzero(RULES[rule](adjusted, masked, jnp.asarray([tau]))[0]).tolist()
+
+    assert [filled("sum", tau) for tau in (0.25, 0.3, 0.5, 0.6)] == [[], [0], [0], [0, 3]]
+    assert [filled("sum", tau) for tau in (0.8, 2.0)] == [[0, 3, 4], [0, 1, 3, 4]]
+    assert filled("each", 0.25) == [] and filled("run", 0.25) == [] and filled("run", 0.5) == [0]
+
+
 def test_drafts_go_left_where_none_passes():
     masked = jnp.asarray([[False, True, True], [False] * 3])
     chosen = select_drafts(jnp.asarray([[0.0, 3.0, 2.0]] * 2), masked, jnp.ones(2), jnp.zeros(2), jnp.zeros(2, int))
@@ -246,3 +259,14 @@ def test_selection_reads_masks_only_and_always_takes_one():
     assert by_entropy.tolist() == [[False, False, False, True], [False] * 4]
     by_confidence = select_by_confidence(-scores, masked, none_below)
     assert by_confidence.tolist() == [[False, False, False, True], [False] * 4]
+
+
+def test_a_confidence_at_the_threshold_passes_and_of_the_most_confident_the_first_is_filled():
+    """With none that passes in the second pair."""
+
+    def filled(confidences: list[list[float]], thresholds: list[float]) -> list[list[int]]:
+        chosen = select_by_confidence(jnp.asarray(confidences), jnp.ones((2, 4), bool), jnp.asarray(thresholds))
+        return [np.flatnonzero(row).tolist() for row in chosen]
+
+    assert filled([[0.5, 0.75, 0.75, 1.0], [1.0, 1.0, 0.5, 0.25]], [0.75, 1.0]) == [[1, 2, 3], [0, 1]]
+    assert filled([[0.5, 0.625, 0.625, 0.25], [1.0, 1.0, 0.5, 0.25]], [0.75, float("inf")]) == [[1], [0]]

@@ -12,7 +12,7 @@ from tests.quick_jit import quick_jit
 from tests.reference.diffusion import masked_candidates, round_half_even
 from wedlm_jax.diffusion.corruption import MIN_MASK_RATIO, corrupt, corrupt_documents, mask_lowest
 
-jitted_corrupt = quick_jit(corrupt, static_argnames="block_size")
+jitted_corrupt = quick_jit(corrupt, static_argnames=("block_size", "fully_masked", "suffix_masked"))
 jitted_mask_lowest = quick_jit(mask_lowest)
 dyadic = st.integers(0, 64).map(lambda n: n / 64)  # times a small count: exact in float32, and often an exact tie
 
@@ -131,3 +131,23 @@ def test_gamma_is_uniform_and_every_subset_of_a_size_equally_likely():
         assert len(seen) == subsets
         expected = len(chosen) / subsets
         assert np.sum((seen - expected) ** 2 / expected) < bound
+
+
+def test_a_share_of_the_blocks_is_masked_whole_another_from_the_end_and_the_ratios_of_all_others_stay_uniform():
+    count, size, whole_share, suffix_share = 4096, 8, 0.25, 0.5
+    length = count * size
+    masked, ratio = jitted_corrupt(
+        jax.random.key(0), jnp.ones((1, length), bool), jnp.ones((1, length), jnp.int32), jnp.arange(length)[None],
+        block_size=size, fully_masked=whole_share, suffix_masked=suffix_share,
+    )  # fmt: skip
+    masked, ratio = np.asarray(masked).reshape(count, size), np.asarray(ratio)[0]
+    whole = ratio == 1
+    assert masked[whole].all()
+    assert abs(whole.mean() - whole_share) < 5 * np.sqrt(whole_share * (1 - whole_share) / count)
+    rest = np.sort(ratio[~whole])
+    distance = np.abs(rest - (np.arange(len(rest)) + 0.5) / len(rest)).max()
+    assert distance < 1.95 / np.sqrt(len(rest))
+    # Of blocks with half of their masks: the last half by chance is one subset in 70.
+    half = masked[masked.sum(axis=1) == size // 2]
+    suffixes, share = (half == (np.arange(size) >= size // 2)).all(axis=1).mean(), suffix_share / (1 - whole_share)
+    assert abs(suffixes - (share + (1 - share) / 70)) < 5 * np.sqrt(share * (1 - share) / len(half))

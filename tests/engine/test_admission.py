@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax.numpy as jnp
 import pytest
 
-from wedlm_jax import generate
+from wedlm_jax import Model, generate
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.model.parameters import params_of, transformer_from
 
@@ -73,6 +74,19 @@ def test_prompts_that_nearly_fill_the_context_are_prefilled_together_in_no_more_
     assert are_as_alone(tickets, model)
 
 
+def test_prompts_of_several_pieces_are_prefilled_each_alone(monkeypatch):
+    """Masks ride behind the last piece: behind a shorter prompt beside a longer one nothing would be drafted."""
+    together: list[int] = []
+    monkeypatch.setattr(rows_module.RowGroup, "admit", lambda group, arrivals: together.append(len(arrivals)))
+    served, config = engine(rows=24), talk("verified", max_new_tokens=9)
+    for piece in (32, 8):
+        monkeypatch.setattr(rows_module, "CHUNK", piece)
+        for i, length in enumerate((17, 21, 26, 31)):
+            served.submit([i] * length, config)
+        served._admit()
+    assert together == [4, 1, 1, 1, 1]
+
+
 def test_requests_that_begin_like_rows_which_they_are_given_are_prefilled_together_too(prefilled):
     """Few tokens alike: what each could take over lies in a row that the one before it has been given."""
     served, config = engine(rows=4, context=128), talk("verified", max_new_tokens=9)
@@ -114,20 +128,48 @@ def test_a_row_that_another_is_started_from_is_not_given_away_before():
     assert [ticket.reused_tokens for ticket in tickets] == [0, len(SYSTEM), 0]
 
 
+def test_a_request_that_is_put_back_keeps_its_place_in_the_queue():
+    """The second one waits for the start of the first, and not behind those who came later."""
+    served, config = engine(rows=3, context=128), talk("verified", max_new_tokens=9)
+    for held in ([1], [2], [*SYSTEM, *SYSTEM, *SYSTEM]):
+        served.submit(held, config).result()
+    prompts = [9] * 18, [*SYSTEM, *range(100, 140)], [8] * 18, [7] * 18
+    tickets = [served.submit(prompt, config) for prompt in prompts]
+    served.step()
+    assert [ticket.status for ticket in tickets] == ["running"] * 3 + ["waiting"]
+
+
+@functools.cache
+def poisoned() -> Model:
+    """Of what follows its token 9 all activations are NaN."""
+    params = params_of(talker().transformer)
+    poison = params["embed.embedding"].at[9].set(jnp.nan)
+    return dataclasses.replace(
+        talker(), transformer=transformer_from(talker().config, params | {"embed.embedding": poison})
+    )
+
+
 @pytest.mark.parametrize(
     ("loop", "together"), itertools.product(("ar", "verified"), (1, 4)) if FULL else [("ar", 4), ("verified", 1)]
 )
 def test_a_request_whose_activations_are_nan_leaves_nothing_in_its_row(loop, together):
     """Behind its cursor a row's slots have no weight, but zero times a NaN is a NaN."""
-    params = params_of(talker().transformer)
-    poison = params["embed.embedding"].at[9].set(jnp.nan)
-    model = dataclasses.replace(
-        talker(), transformer=transformer_from(talker().config, params | {"embed.embedding": poison})
-    )
-    served, config = engine(model, rows=together), talk(loop, max_new_tokens=8)
+    served, config = engine(poisoned(), rows=together), talk(loop, max_new_tokens=8)
     tickets = [served.submit([4, 5, 6, *[9] * 45], config) for _ in range(together)]
     served.run()
     assert all(ticket.result().log_probs == [None] * 8 for ticket in tickets)
     tickets = [served.submit([1, 2, i], config) for i in range(together)]
+    served.run()
+    assert are_as_alone(tickets)
+
+
+def test_what_the_window_left_behind_a_row_is_cleared_too():
+    """A row that ends at slot 64, as many as the next prompts are prefilled in, and NaNs in the window that stood there."""
+    served, config = engine(poisoned(), rows=4, context=128), talk("verified", max_new_tokens=8)
+    for ticket in [served.submit([4, 5, 6, *[9] * 54], config) for _ in range(4)]:
+        ticket.result()
+    (group,) = served._groups.values()
+    assert group._state.length.tolist() == [64] * 4
+    tickets = [served.submit([1, 2, i], config) for i in range(4)]
     served.run()
     assert are_as_alone(tickets)

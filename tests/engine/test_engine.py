@@ -14,6 +14,7 @@ from wedlm_jax import DecodeConfig, Engine, Model, generate, stream
 from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.generation import verification
 from wedlm_jax.decode.loop import run_step, run_steps
+from wedlm_jax.decode.stats import Stats
 from wedlm_jax.engine import QueueFull, programs
 from wedlm_jax.engine import rows as rows_module
 from wedlm_jax.engine.memory import cache_bytes, cache_slots
@@ -266,6 +267,15 @@ def test_groups_take_turns_where_the_limit_leaves_room_for_one():
     assert {t.completion.text for t in [*by_turns, *later]} == {"abcdef"}
 
 
+def test_of_idle_groups_the_one_that_was_used_longest_ago_gives_its_cache_up():
+    model = reciter("abcdefgh")
+    first, second, third = settings("ar"), settings("ar", stop_ids=tuple(range(200, 209))), settings("verified")
+    served = engine(model, cache_limit=2 * engine(model).bytes_for(first))
+    for config in (first, second, first, third):
+        served.submit("x", config).result()
+    assert list(served._groups) == [served._key(first), served._key(third)]
+
+
 def test_where_a_new_cache_does_not_fit_in_memory_idle_ones_are_closed_before_a_request_fails(monkeypatch):
     """The device has room for one. A group that runs is not closed."""
     opened: list[weakref.ref] = []
@@ -326,6 +336,13 @@ def test_where_a_start_or_a_run_does_not_fit_in_memory_idle_groups_are_closed_an
         old.result()
 
 
+def test_a_request_that_starts_over_shows_nothing_of_the_row_that_it_had():
+    ticket = engine(reciter("abcdefgh")).submit("x", settings("ar"))
+    ticket.update([], [1], Stats(0, 2, 9), dict, None)
+    ticket.start_over()
+    assert (ticket.window, ticket.stats, ticket.status) == ([], Stats(0, 0, 0), "waiting")
+
+
 def test_what_was_to_start_from_a_row_of_a_group_that_is_given_up_starts_without_it(monkeypatch):
     """Both get a row in one step; the first start fails after its group's cache was given away."""
     served, beginning, fill = engine(rows=2), list(range(40, 60)), rows_module.fill_rows
@@ -343,6 +360,17 @@ def test_what_was_to_start_from_a_row_of_a_group_that_is_given_up_starts_without
     assert same(follows.result(), generate(talker(), [[*beginning, 3]], ar)[0]) and follows.reused_tokens == 0
     with pytest.raises(UserError, match="out of memory"):
         fails.result()
+
+
+def test_the_token_that_is_held_back_is_in_no_row_before_the_first_forward():
+    """A prompt of 32 tokens and one more: behind them no slot is written."""
+    served, config = engine(rows=2), talk("ar", max_new_tokens=9)
+    prompts = [list(range(33)), [*range(33), 3, 4]]
+    tickets = [served.submit(prompt, config) for prompt in prompts]
+    served.step()
+    assert [ticket.reused_tokens for ticket in tickets] == [0, 32]
+    alone = [generate(talker(), [prompt], config)[0] for prompt in prompts]
+    assert all(same(ticket.result(), one) for ticket, one in zip(tickets, alone, strict=True))
 
 
 def test_where_the_device_runs_out_of_memory_every_request_of_the_group_is_told(monkeypatch):

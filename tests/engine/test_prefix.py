@@ -144,6 +144,8 @@ def test_a_row_is_chosen_by_what_it_holds_and_then_by_when_it_was_used():
     cached, used = [talk_of_one, other, []], [2, 1, 0]
     assert choose_row([*talk_of_one, 99], [0, 1, 2], cached, used) == 0  # its own conversation
     assert choose_row([*talk_of_one, 99], [1, 2], cached, used) == 2  # that row is taken: an empty one before another's
+    first, second = talk_of_one, [*talk_of_one, *other]
+    assert choose_row([*second, 8], [0, 1], [first, second], [1, 2]) == 1  # of two that it continues the longer one
     assert choose_row([5, 6], [0, 1], cached, used) == 1  # nothing shared: the one that rested longest
     assert choose_row(talk_of_one[: 30 - LEFT_BEHIND], [0, 1, 2], cached, used) == 0
     assert choose_row(talk_of_one[: 29 - LEFT_BEHIND], [0, 1, 2], cached, used) == 2  # too much of it would be lost

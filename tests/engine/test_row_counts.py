@@ -48,7 +48,8 @@ def test_there_are_more_numbers_of_rows_the_dearer_a_slot(rows, slots, table, ex
 
 def test_fewer_rows_are_computed_once_they_would_have_saved_what_compiling_costs():
     counts = RowCounts(8, 32, ON_CPU)
-    counts.compiled(3.0)
+    for seconds in (3.0, 0.1):  # what was compiled before, or came from the cache on disk, is no measure of it
+        counts.compiled(seconds)
     saving = 1 - ON_CPU.cost(32) / ON_CPU.cost(8 * 32)
     runs = 0
     while counts.choose(1) == 8:

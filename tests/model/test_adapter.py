@@ -168,7 +168,9 @@ def test_an_adapter_starts_as_its_base_and_beside_the_same_base():
     assert {x.dtype for x in own.values()} == {jnp.dtype("float32")}
     hidden = hidden_of(config, base | own, TOKENS, None)
     np.testing.assert_array_equal(hidden, hidden_of(base_config, base, TOKENS, None))
-    assert all(np.std(x) > 0 for name, x in own.items() if name.endswith("lora_a"))
+    for name, x in own.items():  # [layers, ..., rank]
+        if name.endswith("lora_a"):
+            assert np.std(np.asarray(x)) == pytest.approx(np.prod(x.shape[1:-1]) ** -0.5, rel=0.3), name
 
 
 def test_pairs_are_cut_over_the_devices_as_their_kernels():

@@ -190,6 +190,18 @@ def test_forward_and_backward_are_four_products():
     assert sorted(x.shape for x in jax.tree.leaves(pullback)) == sorted(((T, D), (V, D), (T,), (T,), (T,)))
 
 
+def test_products_of_bfloat16_are_summed_in_float32_at_the_precision_that_is_asked_for():
+    """Forward and backward; a CPU would sum them so anyway."""
+    operands, d_losses = shapes_of(256, 8, 2048)
+    operands = jax.ShapeDtypeStruct(operands[0].shape, jnp.bfloat16), *operands[1:]
+    exact = functools.partial(losses_and_gradients, precision="highest")
+    text = str(jax.make_jaxpr(exact)(operands, d_losses))
+    products = re.findall(r":(\w+)\[[\d,]*\] = dot_general\[(.*?)\n +\] ", text, re.DOTALL)
+    assert len(products) == 2 * 4  # for a CPU, and for all else
+    for dtype, parameters in products:
+        assert dtype == "f32" and "precision=(Precision.HIGHEST, Precision.HIGHEST)" in parameters
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
 @pytest.mark.parametrize(
     ("mesh_config", "rows", "vocab", "width"),
