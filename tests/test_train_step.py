@@ -315,7 +315,7 @@ only_full = pytest.mark.skipif(not FULL, reason="programs of the same kind: laun
 @pytest.mark.parametrize(
     ("share", "blocks", "in_parts"),
     [
-        pytest.param(0.6, (2,), 1, id="few alone"),
+        pytest.param(0.6, (2,), 1, id="few alone", marks=only_full),
         pytest.param(0.4, (4,), 4, id="some alone, in parts", marks=only_full),
         pytest.param(0.0, (6, 5, 3, 2), 1, id="all, as the device chooses", marks=only_full),
         pytest.param(0.6, (6, 5, 3, 2), 4, id="few, as the device chooses, in parts"),
