@@ -46,12 +46,10 @@ def _with_places(experiment: Experiment) -> dict[str, Any]:
     tree["model"] = tree["model"] or dataclasses.asdict(ModelOverrides())  # what none says, for one that now says more
     if (initial := tree["init_from"]) is not None and Path(split_step(initial)[0]).exists():  # and no name on a hub
         tree["init_from"] = _place(initial)
-    for part in (tree["tokenizer"], tree["data"], *tree["data"]["mixture"]):
-        part["path"] = _place(part["path"])
+    tree["tokenizer"]["path"] = _place(tree["tokenizer"]["path"])
     for part in (tree["data"], *tree["data"]["mixture"]):
-        part["held_out_path"] = _place(part["held_out_path"])
-    if experiment.data.self_generated is None:
-        for part in (tree["data"], *tree["data"]["mixture"]):
+        part["path"], part["held_out_path"] = _place(part["path"]), _place(part["held_out_path"])
+        if experiment.data.self_generated is None:
             del part["path"]
     return tree
 

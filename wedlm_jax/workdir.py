@@ -29,6 +29,7 @@ from wedlm_jax.hf.tokenizer import (
     GENERATION_FILE,
     TOKENIZER_FILES,
     choose_mask_token_id,
+    copy_generation_config,
     copy_tokenizer_files,
     write_chat_template,
 )
@@ -220,7 +221,7 @@ def prepare_workdir(
     tokenizer = _find_tokenizer(experiment, initial, folder)
     if initial is not None:
         with writing(folder, _THEN):
-            _keep_generation_config(initial, folder)
+            copy_generation_config(initial.files, folder)
     if (rows := vocabulary_rows(tokenizer)) > model.vocab_size:
         raise UserError(
             f"the tokenizer has token ids up to {rows - 1} and the model has vocab_size={model.vocab_size} rows; "
@@ -275,10 +276,3 @@ def _remove_earlier(folder: Path) -> None:
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         (folder / name).unlink(missing_ok=True)
     shutil.rmtree(folder / CHAT_TEMPLATES, ignore_errors=True)
-
-
-def _keep_generation_config(initial: Model, folder: Path) -> None:
-    """How the makers of the model would sample from it, for exports of the result."""
-    file = None if initial.files is None else initial.files / GENERATION_FILE
-    if file is not None and file.is_file():
-        shutil.copyfile(file, folder / GENERATION_FILE)

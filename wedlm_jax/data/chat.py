@@ -110,14 +110,14 @@ def from_messages(
     )
 
 
-def up_to_each_turn(messages: Sequence[Message]) -> list[Sequence[Message]]:
+def up_to_each_turn(messages: Sequence[Message]) -> list[list[Message]]:
     """The conversation up to each of the assistant's turns that is learned, that included: with `loss_on_turns="last"` every turn
     is then learned behind the very prompt that a decoder is given, also where a template writes it otherwise once others follow.
 
     Raises:
         BadRecord: the conversation does not end with a reply, or all of its turns have weight 0.
     """
-    return [messages[: number + 1] for number in _learned_turns(messages, "all")]
+    return [[*messages[: number + 1]] for number in _learned_turns(messages, "all")]
 
 
 def _learned_turns(messages: Sequence[Message], loss_on_turns: Literal["all", "last"]) -> list[int]:

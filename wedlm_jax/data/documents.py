@@ -171,14 +171,16 @@ class Documents:
     def _examples(self, record: Record, index: int) -> tuple[Example, ...]:
         config, tokenizer = self._config, self._tokenizer
         if isinstance(record, Chat):
-            turns = config.loss_on_turns
-            examples = [
+            turns, parts = config.loss_on_turns, [record.messages]
+            if turns == "each":
+                turns, parts = "last", up_to_each_turn(record.messages)
+            examples = (
                 from_messages(
-                    messages, tokenizer, tools=record.tools, variables=record.variables, document_id=_id_of_piece(index, number),
-                    num_end_tokens=config.num_end_tokens, loss_on_turns="last" if turns == "each" else turns,
+                    part, tokenizer, tools=record.tools, variables=record.variables, document_id=_id_of_piece(index, number),
+                    num_end_tokens=config.num_end_tokens, loss_on_turns=turns,
                 )
-                for number, messages in enumerate(up_to_each_turn(record.messages) if turns == "each" else [record.messages])
-            ]  # fmt: skip
+                for number, part in enumerate(parts)
+            )  # fmt: skip
             return tuple(self._whole(check_mask(example)) for example in examples)
         if isinstance(record, Completion):
             example = from_completion(

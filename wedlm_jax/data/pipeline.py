@@ -203,7 +203,8 @@ def _examples(
     for document in reader.read(index, step):
         if document.skipped is not None:
             skipped += 1
-            first_skipped += [] if first_skipped else [document.skipped]
+            if not first_skipped:
+                first_skipped.append(document.skipped)
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
         for drought, part in ((whole, None), (parts[document.part], document.part)):

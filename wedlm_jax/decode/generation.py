@@ -109,7 +109,7 @@ def _pieces(model: Model, request: Request) -> Iterator[Commit]:
     with memory_errors([request]):
         batch = Batch(model, [request])
         for state, _ in batch.stepwise():
-            if commit := pieces.next(batch.ids(state)[0], finished=not bool(state.running[0])):
+            if (commit := pieces.next(batch.ids(state)[0], finished=not bool(state.running[0]))) is not None:
                 yield commit
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 
 import jax
@@ -33,7 +32,14 @@ from wedlm_jax.hf.shards import (
     require_contents,
     write_file,
 )
-from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files, tokenizer_in
+from wedlm_jax.hf.tokenizer import (
+    CHAT_TEMPLATES,
+    GENERATION_FILE,
+    TOKENIZER_FILES,
+    copy_generation_config,
+    copy_tokenizer_files,
+    tokenizer_in,
+)
 from wedlm_jax.hf.weight_map import Row, adapter_rows
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig, Rows, Target
 from wedlm_jax.model.config import ModelConfig
@@ -106,8 +112,7 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
         if config.adapter.rows == "all":
             write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
         copy_tokenizer_files(model.files, model.tokenizer, staging)
-        if model.files is not None and (model.files / GENERATION_FILE).is_file():
-            shutil.copyfile(model.files / GENERATION_FILE, staging / GENERATION_FILE)
+        copy_generation_config(model.files, staging)
 
 
 def with_adapter(model: Model, directory: Path) -> Model:

@@ -61,6 +61,12 @@ def copy_tokenizer_files(source: Path | None, tokenizer: Any | None, target: Pat
         shutil.copytree(source / CHAT_TEMPLATES, target / CHAT_TEMPLATES)
 
 
+def copy_generation_config(source: Path | None, target: Path) -> None:
+    """How the makers of a model would sample from it, for other tools."""
+    if source is not None and (source / GENERATION_FILE).is_file():
+        shutil.copyfile(source / GENERATION_FILE, target / GENERATION_FILE)
+
+
 def write_chat_template(tokenizer: Any, directory: Path) -> None:
     """Puts the chat template of `tokenizer` in the place of those of the tokenizer files in `directory`."""
     config_file = directory / "tokenizer_config.json"

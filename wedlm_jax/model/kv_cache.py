@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.ops.attention import held_head_dim
+from wedlm_jax.ops.attention import held_head_dim, widen_heads
 from wedlm_jax.sharding import constrain, kv_heads_held
 
 AXES = (None, "batch", "kv_heads", None, None)  # the names of a cache's axes
@@ -50,7 +50,7 @@ class KVCache:
         heads = jnp.arange(self.k.shape[2])
 
         def put(cache: jax.Array, new: jax.Array) -> jax.Array:
-            new = jnp.pad(new.astype(cache.dtype), ((0, 0),) * 3 + ((0, cache.shape[4] - new.shape[3]),))
+            new = widen_heads(new.astype(cache.dtype), cache.shape[4])
             return cache.at[layer, rows, heads, slots].set(new, mode="drop", unique_indices=True)
 
         return KVCache(put(self.k, k_BTKH), put(self.v, v_BTKH))

@@ -12,6 +12,7 @@ from wedlm_jax.ops.attention.cache import FEW_QUERIES, attend_cache, held_head_d
 from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
+from wedlm_jax.ops.attention.window_tpu import widen_heads
 
 __all__ = [
     "DENSE_BLOCK",
@@ -27,4 +28,5 @@ __all__ = [
     "held_head_dim",
     "merge",
     "target_platform",
+    "widen_heads",
 ]

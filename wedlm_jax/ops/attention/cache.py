@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from wedlm_jax.ops.attention.choice import target_platform
 from wedlm_jax.ops.attention.ranges import attend_ranges
 from wedlm_jax.ops.attention.split_gpu import attend_split
-from wedlm_jax.ops.attention.window_tpu import LANES, attend_window
+from wedlm_jax.ops.attention.window_tpu import LANES, attend_window, widen_heads
 
 FEW_QUERIES = 64  # of a row: what the kernels are for; a longer one, a prompt, has rows enough
 
@@ -56,7 +56,7 @@ def attend_cache(
         kernel = {"split_gpu": attend_split, "window_tpu": attend_window}[implementation]
         return kernel(q_BTNH, k_LBKSH, v_LBKSH, layer, end_BT)
     if held > H:  # the queries get zeros, too: of keys that are cut off XLA would again copy the cache
-        q_BTNH = jnp.pad(q_BTNH * (held / H) ** 0.5, ((0, 0),) * 3 + ((0, held - H),))  # scaled by held ** -0.5 below
+        q_BTNH = widen_heads(q_BTNH * (held / H) ** 0.5, held)  # scaled by held ** -0.5 below
     contexts = [S]
     while contexts[0] >= 2 * smallest_context(B):
         contexts.insert(0, -(-contexts[0] // 2))

@@ -25,7 +25,7 @@ from wedlm_jax.ops.attention.dense import attend
 from wedlm_jax.ops.attention.flash_gpu import flash_attention
 from wedlm_jax.ops.attention.splash import KeptMask, Mask, TwoStreamMask, splash_attention
 from wedlm_jax.ops.attention.split_gpu import attend_split
-from wedlm_jax.ops.attention.window_tpu import LANES, attend_window
+from wedlm_jax.ops.attention.window_tpu import LANES, attend_window, widen_heads
 
 Kernels = Literal["flash", "split", "window", "splash", "kept"]
 NAMES = {
@@ -108,8 +108,8 @@ def _cache(
 
 
 def _by_window(q, k, v, *arguments):
-    k, v = (jnp.pad(x, ((0, 0),) * 4 + ((0, -x.shape[4] % LANES),)) for x in (k, v))  # as a TPU holds them
-    return attend_window(q, k, v, *arguments)
+    held = -(-q.shape[3] // LANES) * LANES  # as a TPU holds them
+    return attend_window(q, widen_heads(k, held), widen_heads(v, held), *arguments)
 
 
 def _streams(

@@ -45,6 +45,11 @@ def unsupported(q_BTNH: jax.Array, k_LBKSH: jax.Array) -> str | None:
     return None
 
 
+def widen_heads(x: jax.Array, held: int) -> jax.Array:
+    """[..., H] as [..., held], with zeros behind each head."""
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, held - x.shape[-1]),))
+
+
 def attend_window(
     q_BTNH: jax.Array,
     k_LBKSH: jax.Array,
@@ -70,8 +75,7 @@ def attend_window(
     tile = _tile(q_BTNH, k_LBKSH)
 
     end_BT = jnp.minimum(end_BT, S)
-    q_BTNH = jnp.pad(q_BTNH, ((0, 0),) * 3 + ((0, H - head_dim),))  # by zeros, as the cache
-    q_BKRH = q_BTNH.reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B, K, rows, H)
+    q_BKRH = widen_heads(q_BTNH, H).reshape(B, T, K, N // K, H).swapaxes(1, 2).reshape(B, K, rows, H)
     end_BR1 = jnp.repeat(end_BT, N // K, axis=1)[..., None]
     tiles_B = -(-jnp.max(end_BT, axis=1) // tile)
 
