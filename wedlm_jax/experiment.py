@@ -69,7 +69,7 @@ __all__ = [
     "load_named",
 ]
 
-FILE = "experiment.json"  # in the workdir
+EXPERIMENT_FILE = "experiment.json"  # in the workdir
 
 # A resumed run may change these: they say where and by what means it runs, what it reports and how it is judged, not what is
 # learned. And what becomes of a bad record, which may be met after many steps: the places of the others do not depend on it.
@@ -182,7 +182,7 @@ class Experiment:
     @classmethod
     def load(cls, workdir: str | Path) -> Experiment:
         """The experiment that a workdir was trained as. Raises `UserError` where there is none that can be read."""
-        path = Path(workdir) / FILE
+        path = Path(workdir) / EXPERIMENT_FILE
         try:
             return cls.from_json(path.read_bytes(), str(path))
         except OSError as error:

@@ -13,7 +13,7 @@ from wedlm_jax.data.config import DataConfig
 from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.distributed import is_main
 from wedlm_jax.errors import UserError
-from wedlm_jax.experiment import FILE, FREE_TO_CHANGE, Experiment, ModelOverrides
+from wedlm_jax.experiment import EXPERIMENT_FILE, FREE_TO_CHANGE, Experiment, ModelOverrides
 from wedlm_jax.pretrained import split_step
 from wedlm_jax.results import replacing
 
@@ -97,5 +97,5 @@ def refuse_other_data(experiment: Experiment, workdir: Path, digests: list[str],
 def note_experiment(experiment: Experiment, workdir: Path) -> None:
     """Writes what a resumed run may change into its experiment.json, which an evaluation reads."""
     if Experiment.load(workdir).to_dict() != experiment.to_dict():
-        with replacing(workdir / FILE) as partial:
+        with replacing(workdir / EXPERIMENT_FILE) as partial:
             partial.write_text(experiment.to_json())

@@ -13,7 +13,7 @@ from pathlib import Path
 from wedlm_jax.distributed import is_main
 from wedlm_jax.errors import UserError, writing
 
-FILE = ".training"  # locked, and empty
+LOCK_FILE = ".training"  # locked, and empty
 _GRACE = 5.0  # seconds: a training whose study was killed ends a little later than that
 
 
@@ -35,7 +35,7 @@ def sole_writer(workdir: Path) -> Iterator[None]:
         return
     with writing(workdir, "or choose another --workdir"):
         workdir.mkdir(parents=True, exist_ok=True)
-        file = (workdir / FILE).open("a")
+        file = (workdir / LOCK_FILE).open("a")
     with file:
         end = time.monotonic() + _GRACE
         while not locked(file.fileno()):

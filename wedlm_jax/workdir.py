@@ -22,7 +22,7 @@ from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.distributed import is_main, of_main
 from wedlm_jax.errors import UserError, writing
-from wedlm_jax.experiment import FILE, Experiment, ModelConfig, ModelOverrides
+from wedlm_jax.experiment import EXPERIMENT_FILE, Experiment, ModelConfig, ModelOverrides
 from wedlm_jax.hf.adapter import is_adapter
 from wedlm_jax.hf.tokenizer import (
     CHAT_TEMPLATES,
@@ -236,7 +236,7 @@ def prepare_workdir(
     end_ids = tuple(dict.fromkeys(token for token in (*known, learned) if token is not None))
     with writing(workdir, _THEN):
         ModelFile(model, mask_token_id, end_ids, base, init_from).write(workdir)
-        (workdir / FILE).write_text(experiment.to_json())
+        (workdir / EXPERIMENT_FILE).write_text(experiment.to_json())
 
 
 def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
@@ -246,7 +246,7 @@ def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
 def progress_of(init_from: str | None) -> str:
     """Which step of the run in a workdir it is, for all to see; nothing for a directory that does not say."""
     place, step = split_step(str(init_from))
-    if not saved_steps(place) or not (Path(place) / FILE).is_file():
+    if not saved_steps(place) or not (Path(place) / EXPERIMENT_FILE).is_file():
         return ""
     step = step if isinstance(step, int) else chosen_step(place, step)  # a named one may be gone by now
     return f" (step {step} of {Experiment.load(place).train.steps})"

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from wedlm_jax import load, save, save_adapter
 from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.errors import UserError
-from wedlm_jax.hf.adapter import FILE, WEIGHTS, with_adapter
+from wedlm_jax.hf.adapter import ADAPTER_FILE, WEIGHTS_FILE, with_adapter
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.sharding import MeshConfig, make_mesh
@@ -43,7 +43,7 @@ def refusal(directory, base=BASE) -> str:
     return str(error.value)
 
 
-def change(directory, name=FILE, **fields):
+def change(directory, name=ADAPTER_FILE, **fields):
     file = directory / name
     raw = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not ...}))
@@ -65,7 +65,7 @@ def test_what_is_saved_is_loaded(base, adapter, tmp_path):
 
 
 def test_the_file_says_what_it_is(saved):
-    described = json.loads((saved / FILE).read_text())
+    described = json.loads((saved / ADAPTER_FILE).read_text())
     assert len(described.pop("base_revision")) == 32
     assert described == {
         "base": str(BASE), "rank": 3, "alpha": 6.0, "targets": list(ON_MASKS.targets), "rows": "mask", "dtype": "float32",
@@ -81,7 +81,7 @@ def test_the_ids_that_it_was_trained_with_come_along(tmp_path):
     again = load(BASE, adapter=tmp_path)
     assert (again.mask_token_id, again.eos_token_ids) == (17, (3, 5))
     assert load(BASE, mask_token_id=18, adapter=tmp_path).mask_token_id == 18
-    assert json.loads((tmp_path / FILE).read_text())["base"] == "Qwen/Qwen3-0.6B"
+    assert json.loads((tmp_path / ADAPTER_FILE).read_text())["base"] == "Qwen/Qwen3-0.6B"
 
 
 @pytest.mark.parametrize("arch", ["wedlm", "qwen3"])
@@ -174,7 +174,7 @@ def test_a_second_adapter_is_refused(saved):
 
 def test_a_wrong_rank_is_one_short_line(saved):
     change(saved, rank=4)
-    assert refusal(saved).endswith(f"rank=4, but the pairs of {WEIGHTS} have rank 3")
+    assert refusal(saved).endswith(f"rank=4, but the pairs of {WEIGHTS_FILE} have rank 3")
 
 
 @pytest.mark.parametrize(
@@ -204,29 +204,29 @@ def test_a_wrong_description_names_its_field(saved, fields, message):
 
 
 def test_damaged_tensors_are_named(saved):
-    tensors = load_file(saved / WEIGHTS)
+    tensors = load_file(saved / WEIGHTS_FILE)
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-    save_file({other: x for other, x in tensors.items() if other != name}, saved / WEIGHTS)
+    save_file({other: x for other, x in tensors.items() if other != name}, saved / WEIGHTS_FILE)
     assert f"missing {name}" in refusal(saved)
-    save_file(tensors | {name: tensors[name][:-1]}, saved / WEIGHTS)
+    save_file(tensors | {name: tensors[name][:-1]}, saved / WEIGHTS_FILE)
     assert f"misshapen {name} (is [95, 3], needs [96, 3])" in refusal(saved)
-    save_file(tensors | {"extra": tensors[name]}, saved / WEIGHTS)
+    save_file(tensors | {"extra": tensors[name]}, saved / WEIGHTS_FILE)
     assert "extra extra" in refusal(saved)
-    save_file(tensors | {name: np.ones((96, 3), np.int8)}, saved / WEIGHTS)
+    save_file(tensors | {name: np.ones((96, 3), np.int8)}, saved / WEIGHTS_FILE)
     assert "I8" in refusal(saved)
     tensors[name][5, 1] = np.nan
-    save_file(tensors, saved / WEIGHTS)
+    save_file(tensors, saved / WEIGHTS_FILE)
     assert f"NaN or infinity among the weights of {name};" in refusal(saved)
 
 
 @pytest.mark.parametrize("keep", [4, 900, -1])
 def test_a_truncated_file_is_named(saved, keep):
-    file = saved / WEIGHTS
+    file = saved / WEIGHTS_FILE
     file.write_bytes(file.read_bytes()[:keep])
-    assert f"{WEIGHTS}: truncated or not safetensors" in refusal(saved)
+    assert f"{WEIGHTS_FILE}: truncated or not safetensors" in refusal(saved)
 
 
-@pytest.mark.parametrize("name", [FILE, WEIGHTS])
+@pytest.mark.parametrize("name", [ADAPTER_FILE, WEIGHTS_FILE])
 def test_a_pointer_of_git_lfs_is_named(saved, name):
     (saved / name).write_text("version https://git-lfs.github.com/spec/v1\n")
     assert f"{name}: a pointer of Git LFS" in refusal(saved)
@@ -234,13 +234,13 @@ def test_a_pointer_of_git_lfs_is_named(saved, name):
 
 def test_missing_files_are_named(saved, tmp_path):
     assert "no such directory" in refusal(tmp_path / "nowhere")
-    assert "is a file" in refusal(saved / FILE)
+    assert "is a file" in refusal(saved / ADAPTER_FILE)
     assert "a whole model and no adapter" in refusal(ORACLE / "wedlm_qwen25" / "model")
-    (saved / WEIGHTS).rename(saved / "adapter_model.bin")
-    assert f"no {WEIGHTS} (adapter_model.bin is pickled, never read here)" in refusal(saved)
+    (saved / WEIGHTS_FILE).rename(saved / "adapter_model.bin")
+    assert f"no {WEIGHTS_FILE} (adapter_model.bin is pickled, never read here)" in refusal(saved)
     (saved / "adapter_model.bin").unlink()
-    assert f"no {WEIGHTS}; copy or save" in refusal(saved)
-    (saved / FILE).unlink()
+    assert f"no {WEIGHTS_FILE}; copy or save" in refusal(saved)
+    (saved / ADAPTER_FILE).unlink()
     assert "no adapter.json and no adapter_config.json" in refusal(saved)
 
 

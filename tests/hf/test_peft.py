@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from wedlm_jax import load, save, save_adapter
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft as of_peft
-from wedlm_jax.hf.adapter import FILE
+from wedlm_jax.hf.adapter import ADAPTER_FILE
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig
 from wedlm_jax.model.parameters import params_of
 
@@ -106,7 +106,7 @@ def test_peft_does_not_take_an_adapter_of_mask_rows_for_one_of_all_rows(tmp_path
 def test_a_directory_of_peft_alone_is_read(tmp_path):
     model = adapted(ON_ALL)
     save_adapter(model, tmp_path)
-    (tmp_path / FILE).unlink()
+    (tmp_path / ADAPTER_FILE).unlink()
     again = load(BASE, "float32", adapter=tmp_path)
     assert again.config == model.config
     for name, x in params_of(again.transformer).items():
@@ -188,7 +188,7 @@ def test_targets_may_be_named_as_peft_matches_them(targets, tmp_path):
     """By any end of their path, each in full as all-linear leaves them in a large model, or by a pattern."""
     model = adapted(AdapterConfig(3, 6.0, ("q_proj", "up_proj"), "all"))
     save_adapter(model, tmp_path)
-    (tmp_path / FILE).unlink()
+    (tmp_path / ADAPTER_FILE).unlink()
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": targets}))
     assert load(BASE, "float32", adapter=tmp_path).config.adapter == model.config.adapter

@@ -21,8 +21,8 @@ import numpy as np
 from wedlm_jax.config_tree import from_json
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf import peft
-from wedlm_jax.hf.config import read_json
-from wedlm_jax.hf.export import require_free, whole_directory, write_json
+from wedlm_jax.hf.config import read_json, write_hf_json
+from wedlm_jax.hf.export import require_free, whole_directory
 from wedlm_jax.hf.shards import (
     DTYPES,
     StoredTensors,
@@ -49,7 +49,7 @@ from wedlm_jax.model.parameters import param_axes, params_of, transformer_from
 from wedlm_jax.model.revision import revision
 from wedlm_jax.sharding import param_shardings
 
-FILE, WEIGHTS = "adapter.json", "adapter_model.safetensors"
+ADAPTER_FILE, WEIGHTS_FILE = "adapter.json", "adapter_model.safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +73,13 @@ class AdapterFile:
 
 def is_adapter(directory: Path) -> bool:
     """Whether it looks like an adapter, of ours or of PEFT."""
-    return any((directory / name).is_file() for name in (FILE, WEIGHTS, peft.FILE))
+    return any((directory / name).is_file() for name in (ADAPTER_FILE, WEIGHTS_FILE, peft.PEFT_FILE))
 
 
 def is_adapter_alone(directory: Path) -> bool:
     """Whether it holds an adapter and no whole model: trainers write the config.json of the base beside one of PEFT."""
     weights = [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*")]
-    return is_adapter(directory) and all(file.name == WEIGHTS for file in weights)
+    return is_adapter(directory) and all(file.name == WEIGHTS_FILE for file in weights)
 
 
 def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
@@ -93,10 +93,11 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
         raise UserError("the model has no adapter to save; wedlm_jax.save writes a whole model")
     require_unrounded(config)
     written = {
-        FILE, WEIGHTS, peft.FILE, CALIBRATION_FILE, WINDOWS_FILE, CHAT_TEMPLATES, GENERATION_FILE, *TOKENIZER_FILES
+        ADAPTER_FILE, WEIGHTS_FILE, peft.PEFT_FILE, CALIBRATION_FILE, WINDOWS_FILE,
+        CHAT_TEMPLATES, GENERATION_FILE, *TOKENIZER_FILES,
     }  # fmt: skip
     require_free(
-        target, written.__contains__, lambda directory: (directory / FILE).is_file(), "an adapter of wedlm_jax"
+        target, written.__contains__, lambda directory: (directory / ADAPTER_FILE).is_file(), "an adapter of wedlm_jax"
     )
     params = params_of(model.transformer)
     (dtype,) = {params[row.ours].dtype.name for row in adapter_rows(config)}
@@ -106,11 +107,11 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     )  # fmt: skip
     with whole_directory(target) as staging:
         write_file(
-            staging / WEIGHTS, [t for row in adapter_rows(config) for t in _stored(row, config, params[row.ours])]
+            staging / WEIGHTS_FILE, [t for row in adapter_rows(config) for t in _stored(row, config, params[row.ours])]
         )
-        write_json(staging / FILE, dataclasses.asdict(described))
+        write_hf_json(staging / ADAPTER_FILE, dataclasses.asdict(described))
         if config.adapter.rows == "all":
-            write_json(staging / peft.FILE, peft.to_peft(config.adapter, base))
+            write_hf_json(staging / peft.PEFT_FILE, peft.to_peft(config.adapter, base))
         copy_tokenizer_files(model.files, model.tokenizer, staging)
         copy_generation_config(model.files, staging)
 
@@ -136,7 +137,7 @@ def with_adapter(model: Model, directory: Path) -> Model:
         for token in (described.mask_token_id, *described.eos_token_ids):
             if token is not None and not 0 <= token < config.vocab_size:
                 raise UserError(
-                    f"{directory / FILE}: token id {token} is not in the vocabulary [0, {config.vocab_size})"
+                    f"{directory / ADAPTER_FILE}: token id {token} is not in the vocabulary [0, {config.vocab_size})"
                 )
         model = dataclasses.replace(model, mask_token_id=described.mask_token_id, eos_token_ids=described.eos_token_ids)
         model = with_tokenizer_in(directory, model)
@@ -165,11 +166,13 @@ def with_tokenizer_in(directory: Path, model: Model) -> Model:
 
 def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     """What adapter.json says, or, where there is none, PEFT's file; where both are there they must agree."""
-    ours, theirs = directory / FILE, directory / peft.FILE
+    ours, theirs = directory / ADAPTER_FILE, directory / peft.PEFT_FILE
     of_peft = peft.from_peft(read_json(theirs), theirs, _tensors(directory).shapes) if theirs.is_file() else None
     if not ours.is_file():
         if of_peft is None:
-            raise UserError(f"{directory}: no {FILE} and no {peft.FILE}, so it is no adapter; copy the whole directory")
+            raise UserError(
+                f"{directory}: no {ADAPTER_FILE} and no {peft.PEFT_FILE}, so it is no adapter; copy the whole directory"
+            )
         return of_peft
     described = from_json(AdapterFile, json.dumps(read_json(ours)), str(ours))
     try:
@@ -180,18 +183,18 @@ def _describe(directory: Path) -> AdapterFile | AdapterConfig:
         adapter, targets=tuple(target for target in TARGETS if target in adapter.targets)
     ):
         raise UserError(
-            f"{directory}: {FILE} and {peft.FILE} describe two adapters; remove the one that is not this one's"
+            f"{directory}: {ADAPTER_FILE} and {peft.PEFT_FILE} describe two adapters; remove the one that is not this one's"
         )
     return described
 
 
 def _tensors(directory: Path) -> StoredTensors:
-    if not (directory / WEIGHTS).is_file():
+    if not (directory / WEIGHTS_FILE).is_file():
         pickled = (
             " (adapter_model.bin is pickled, never read here)" if (directory / "adapter_model.bin").is_file() else ""
         )
-        raise UserError(f"{directory}: no {WEIGHTS}{pickled}; copy or save the adapter again")
-    return StoredTensors(directory, WEIGHTS)
+        raise UserError(f"{directory}: no {WEIGHTS_FILE}{pickled}; copy or save the adapter again")
+    return StoredTensors(directory, WEIGHTS_FILE)
 
 
 def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, np.ndarray]:
@@ -202,11 +205,15 @@ def _read(directory: Path, config: ModelConfig, dtype: str | None) -> dict[str, 
     needed = {name: row.hf_shape(config) for row in table for name in row.names(config)}
     ranks = {shape[0] for name, shape in tensors.shapes.items() if name.endswith("lora_A.weight")}
     if len(ranks) == 1 and ranks != {config.adapter.rank}:
-        raise UserError(f"{directory}: rank={config.adapter.rank}, but the pairs of {WEIGHTS} have rank {ranks.pop()}")
+        raise UserError(
+            f"{directory}: rank={config.adapter.rank}, but the pairs of {WEIGHTS_FILE} have rank {ranks.pop()}"
+        )
     if problems := mismatches(tensors.shapes, needed, most=2):
         raise UserError(f"{directory}: the tensors do not fit this adapter on this base: {problems}")
     if dtype is not None and (stored := {str(DTYPES.get(d, d)) for d in tensors.dtypes.values()}) != {dtype}:
-        raise UserError(f"{directory}: {FILE} says dtype={dtype}, {WEIGHTS} holds {', '.join(sorted(stored))}")
+        raise UserError(
+            f"{directory}: {ADAPTER_FILE} says dtype={dtype}, {WEIGHTS_FILE} holds {', '.join(sorted(stored))}"
+        )
     params = {}
     for row in table:
         parts = [row.from_hf(tensors.read(name), config).astype(np.float32) for name in row.names(config)]

@@ -75,6 +75,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def write_hf_json(file: Path, value: Mapping[str, Any]) -> None:
+    """As the files of Hugging Face models are written: indented, in UTF-8."""
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def from_hf(raw: Mapping[str, Any], file: Path, dtype: DType = "float32") -> ModelConfig:
     """The ModelConfig of a config.json.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from wedlm_jax.errors import UserError, reason
-from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
+from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf, write_hf_json
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
@@ -45,8 +44,8 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
-        write_json(staging / "config.json", _export_config(model, arch))
-        write_json(staging / GENERATION_FILE, _export_generation_config(model))
+        write_hf_json(staging / "config.json", _export_config(model, arch))
+        write_hf_json(staging / GENERATION_FILE, _export_generation_config(model))
 
 
 @contextlib.contextmanager
@@ -154,8 +153,3 @@ def _is_written(name: str) -> bool:
 def _is_export(directory: Path) -> bool:
     file = directory / "config.json"
     return file.is_file() and read_json(file).get("exported_by") == EXPORTER
-
-
-def write_json(file: Path, value: dict[str, Any]) -> None:
-    """As the files of Hugging Face models are written: indented, in UTF-8."""
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE
 
 DESCRIPTION = (
     "config.json", GENERATION_FILE, CALIBRATION_FILE, WINDOWS_FILE, INDEX_FILE, *TOKENIZER_FILES, f"{CHAT_TEMPLATES}/*.jinja",
-    peft.FILE,
+    peft.PEFT_FILE,
 )  # fmt: skip
 WEIGHTS = "*.safetensors"
 _ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
@@ -47,7 +47,7 @@ def fetch_description(hub_id: str) -> Path:
     """
     directory = _fetch(hub_id, DESCRIPTION)
     file = directory / "config.json"
-    if (directory / peft.FILE).is_file() and not file.is_file():
+    if (directory / peft.PEFT_FILE).is_file() and not file.is_file():
         raise UserError(
             f"{hub_id}: an adapter and no model; load its base, and beside it what hf download {hub_id} --local-dir DIR fetches: "
             "--model BASE --adapter DIR"

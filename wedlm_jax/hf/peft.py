@@ -12,7 +12,7 @@ from typing import Any
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.adapter import TARGETS, AdapterConfig
 
-FILE = "adapter_config.json"
+PEFT_FILE = "adapter_config.json"
 
 # Fields that change what is computed, with the values that leave plain LoRA on whole projections of every layer. Initial values
 # that also change the base (PiSSA, OLoRA, LoftQ and such) are among them: the adapter is then of another base than it names.

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.hf.config import read_json
+from wedlm_jax.hf.config import read_json, write_hf_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -158,7 +158,7 @@ def write_tensors(directory: Path, tensors: Sequence[TensorToWrite], max_shard_s
         write_file(directory / name, shard)
         weight_map |= {tensor.name: name for tensor in shard}
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors)}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_hf_json(directory / INDEX_FILE, index)
 
 
 def write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import numpy as np
 from wedlm_jax.data.chat_template import templates_of
 from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, vocabulary_rows
 from wedlm_jax.errors import UserError
-from wedlm_jax.hf.config import read_json
+from wedlm_jax.hf.config import read_json, write_hf_json
 from wedlm_jax.model.config import ModelConfig
 
 TOKENIZER_FILES = (
@@ -72,7 +71,7 @@ def write_chat_template(tokenizer: Any, directory: Path) -> None:
     config_file = directory / "tokenizer_config.json"
     if config_file.is_file() and "chat_template" in (config := read_json(config_file)):
         config.pop("chat_template")
-        config_file.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_hf_json(config_file, config)
     (directory / "chat_template.json").unlink(missing_ok=True)
     for name, text in templates_of(tokenizer).items():
         file = directory / ("chat_template.jinja" if name == "default" else f"{CHAT_TEMPLATES}/{name}.jinja")

@@ -2,6 +2,6 @@
 
 from wedlm_jax.metrics.progress import ProgressBar
 from wedlm_jax.metrics.throughput import TIME_FIELDS, Throughput
-from wedlm_jax.metrics.writers import FILE, MetricsWriter, fetch, read_metrics
+from wedlm_jax.metrics.writers import MetricsWriter, fetch, read_metrics
 
-__all__ = ["FILE", "TIME_FIELDS", "MetricsWriter", "ProgressBar", "Throughput", "fetch", "read_metrics"]
+__all__ = ["TIME_FIELDS", "MetricsWriter", "ProgressBar", "Throughput", "fetch", "read_metrics"]

@@ -15,7 +15,7 @@ import tyro
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import parse
 from wedlm_jax.metrics.curves import draw_curves
-from wedlm_jax.metrics.writers import FILE, read_metrics
+from wedlm_jax.metrics.writers import METRICS_FILE, read_metrics
 from wedlm_jax.results import make_folder, save_figure
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     runs = {str(workdir): read_metrics(workdir) for workdir in flags.workdirs}
     for workdir, lines in runs.items():
         if not lines:
-            raise UserError(f"{workdir}/{FILE}: no step is logged yet")
+            raise UserError(f"{workdir}/{METRICS_FILE}: no step is logged yet")
     make_folder(out.parent)
     figure = draw_curves(runs)
     save_figure(out, figure)

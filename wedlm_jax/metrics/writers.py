@@ -21,7 +21,7 @@ import jax
 from wedlm_jax.errors import UserError, reason, writing
 from wedlm_jax.results import replacing
 
-FILE = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FILE = "wandb_id"  # of the run at Weights & Biases that the workdir is
@@ -122,7 +122,7 @@ class MetricsWriter:
         name: str | None = None,
         config: Mapping[str, Any] | None = None,
     ):
-        self._lines = StepLines(workdir / FILE, start_step=start_step)
+        self._lines = StepLines(workdir / METRICS_FILE, start_step=start_step)
         self._samples = StepLines(workdir / SAMPLES_FILE, start_step=start_step)
         self._tensorboard = EventFile(workdir / TENSORBOARD_FOLDER, start_step=start_step) if tensorboard else None
         self._wandb = None if wandb is None else _wandb(wandb, name, workdir, config)
@@ -165,7 +165,7 @@ def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
     Raises:
       UserError: there is no such file, or a line of it is no JSON object with its step and numbers.
     """
-    path = Path(workdir) / FILE
+    path = Path(workdir) / METRICS_FILE
     if not path.is_file():
         raise UserError(f"{path}: no such file; python -m wedlm_jax.train writes it")
     records = [record for _, record in _records(path, _lines(path))]
