@@ -81,28 +81,34 @@ class StepSettings:
 
 def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the MLM and AR losses of a packed batch [B, L]."""
+    objective = settings.objective
     streams = corrupted_streams(state.step, batch, settings)
-    distils = settings.objective.targets == "distill"
-    counted = taught(streams) if distils else streams
+    counted = taught(streams) if objective.targets == "distill" else streams
     # Of the whole batch, before it is split.
-    with_ar = settings.objective.ar_loss_weight > 0
-    weights = loss_weights(counted, normalization=settings.objective.normalization, ar=with_ar)
+    with_ar = objective.ar_loss_weight > 0
+    weights = loss_weights(counted, normalization=objective.normalization, ar=with_ar)
     run = functools.partial(mask_rows_alone if settings.only_mask_rows else both_streams, state, settings=settings)
-    gradients, metrics = in_parts(run, (streams, weights), settings.micro_batches)
+    gradients, sums = in_parts(run, (streams, weights), settings.micro_batches)
+    losses = logged_losses(sums, counted, objective)
+    loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
+    pairs = pairs_of_masks(streams, objective.block_size) if settings.only_mask_rows else None
+    rows = row_metrics(batch, settings, runs=runs_of_tokens(streams, settings), loss_rows=loss_rows, of_masks=pairs)
+    return update(state, gradients, losses | rows, settings)
+
+
+def logged_losses(sums: Metrics, counted: DualStreamBatch, objective: ObjectiveConfig) -> Metrics:
+    """The losses of a whole batch as they are logged: those by mask ratio as means, NaN where there is no mask."""
     counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
-    for name, count in counts.items():
-        metrics[name] = jnp.where(count > 0, metrics[name] / count, jnp.nan)
+    means = {name: jnp.where(count > 0, sums[name] / count, jnp.nan) for name, count in counts.items()}
     # No loss of masks where there are none, though `loss` counts it as 0. By the counts that are there: fake devices of a CPU
     # share as many threads, all of which may come to wait in one more reduction that is free to run beside others.
-    metrics["mlm_loss"] = jnp.where(sum(counts.values()) > 0, metrics["mlm_loss"], jnp.nan)
-    if not with_ar:
-        metrics.pop("ar_loss", None)  # of mask rows alone there is none
-    if distils:  # another quantity than the cross-entropy of the data, and so under another name
-        metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
-    loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
-    pairs = pairs_of_masks(streams, settings.objective.block_size) if settings.only_mask_rows else None
-    rows = row_metrics(batch, settings, runs=runs_of_tokens(streams, settings), loss_rows=loss_rows, of_masks=pairs)
-    return update(state, gradients, metrics | rows, settings)
+    mlm_loss = jnp.where(sum(counts.values()) > 0, sums["mlm_loss"], jnp.nan)
+    losses = sums | means | {"mlm_loss": mlm_loss}
+    if objective.ar_loss_weight == 0:
+        losses.pop("ar_loss", None)  # of mask rows alone there is none
+    if objective.targets == "distill":  # another quantity than the cross-entropy of the data, and so under another name
+        losses = {name.replace("mlm_loss", "distillation_loss"): value for name, value in losses.items()}
+    return losses
 
 
 def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:

@@ -20,18 +20,14 @@ def reorder(masked: jax.Array, padding: jax.Array) -> jax.Array:
     Returns:
       order int32 [..., T]: physical slot i holds logical slot order[i].
     """
-    chex.assert_equal_shape([masked, padding])
-    chex.assert_type([masked, padding], bool)
-    return jnp.argsort(jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
+    return jnp.argsort(_group(masked, padding), axis=-1, stable=True)
 
 
 def reorder_blocks(masked: jax.Array, padding: jax.Array, *, block_size: int) -> jax.Array:
     """`reorder` inside every block of a row at once: int32 [B, L] indices into the row, from bool [B, L] masked and padding."""
-    chex.assert_equal_shape([masked, padding])
-    chex.assert_type([masked, padding], bool)
     chex.assert_is_divisible(masked.shape[1], block_size)
     block = jnp.arange(masked.shape[1]) // block_size
-    return jnp.argsort(3 * block[None, :] + jnp.where(padding, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
+    return jnp.argsort(3 * block[None, :] + _group(masked, padding), axis=-1, stable=True)
 
 
 def reorder_documents(masked: jax.Array, segment_ids: jax.Array) -> jax.Array:
@@ -41,7 +37,13 @@ def reorder_documents(masked: jax.Array, segment_ids: jax.Array) -> jax.Array:
       masked: bool [B, L].
       segment_ids: int [B, L], ascending along a row; 0 = padding.
     """
-    chex.assert_equal_shape([masked, segment_ids])
-    chex.assert_type([masked, segment_ids], [bool, int])
+    chex.assert_type(segment_ids, int)
     document = jax.lax.cummax(segment_ids, axis=1)
-    return jnp.argsort(3 * document + jnp.where(segment_ids == 0, 2, masked.astype(jnp.int32)), axis=-1, stable=True)
+    return jnp.argsort(3 * document + _group(masked, segment_ids == 0), axis=-1, stable=True)
+
+
+def _group(masked: jax.Array, padding: jax.Array) -> jax.Array:
+    """int32: 0 of an observed slot, 1 of a mask, 2 of padding, the order in which they lie."""
+    chex.assert_equal_shape([masked, padding])
+    chex.assert_type([masked, padding], bool)
+    return jnp.where(padding, 2, masked.astype(jnp.int32))
