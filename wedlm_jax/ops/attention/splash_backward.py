@@ -55,7 +55,7 @@ def splash_gradients(
     segments_T: jax.Array | None,
     sees: Callable[..., Any],
     steps: Steps,
-    reach_T: jax.Array | None = None,
+    reach_T: jax.Array | None,
     *,
     tile: int,
     interpret: bool,
@@ -101,7 +101,7 @@ def splash_gradients(
 
 
 def _kernel(q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, *refs, sees):
-    """One pair of tiles of one query head, scores as [keys, queries]: what is known of a query is a row of them."""
+    """One pair of tiles of one query head, C keys and R queries, scores as [C, R]: what is known of a query is a row of them."""
     segment_refs, (dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum) = refs[:-6], refs[-6:]
     head, step, steps = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     q_tile, k_tile, tile = q_tile_ref[step], k_tile_ref[step], q_ref.shape[0]
@@ -117,15 +117,15 @@ def _kernel(q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, d_out_ref,
 
     def add(partial):
         q, k, v, d_out = (ref[...] for ref in (q_ref, k_ref, v_ref, d_out_ref))
-        weights_KQ = jnp.exp(product(k, q, LANES_BY_LANES) - lse_ref[...])
+        weights_CR = jnp.exp(product(k, q, LANES_BY_LANES) - lse_ref[...])
         if partial:
-            visible_KQ = visible(weights_KQ.shape, q_tile, k_tile, sees, segment_refs, keys=0)
-            weights_KQ = jnp.where(visible_KQ, weights_KQ, 0.0)
-        d_scores_KQ = (weights_KQ * (product(v, d_out, LANES_BY_LANES) - delta_ref[...])).astype(q.dtype)
+            visible_CR = visible(weights_CR.shape, q_tile, k_tile, sees, segment_refs, keys=0)
+            weights_CR = jnp.where(visible_CR, weights_CR, 0.0)
+        d_scores_CR = (weights_CR * (product(v, d_out, LANES_BY_LANES) - delta_ref[...])).astype(q.dtype)
         rows = pl.ds(pl.multiple_of(k_tile * tile, tile), tile)
-        dv_sum[rows] += product(weights_KQ.astype(d_out.dtype), d_out)
-        dk_sum[rows] += product(d_scores_KQ, q)
-        dq_sum[...] += product(d_scores_KQ, k, _SUBLANES_BY_SUBLANES)
+        dv_sum[rows] += product(weights_CR.astype(d_out.dtype), d_out)
+        dk_sum[rows] += product(d_scores_CR, q)
+        dq_sum[...] += product(d_scores_CR, k, _SUBLANES_BY_SUBLANES)
 
     jax.lax.cond(partial_ref[step] > 0, lambda: add(True), lambda: add(False))
 

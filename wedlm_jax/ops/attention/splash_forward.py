@@ -30,7 +30,7 @@ def splash_output(
     segments_T: jax.Array | None,
     sees: Callable[..., Any],
     steps: Steps,
-    reach_T: jax.Array | None = None,
+    reach_T: jax.Array | None,
     *,
     tile: int,
     interpret: bool,
@@ -71,41 +71,41 @@ def splash_output(
 
 
 def _kernel(q_tile_ref, k_tile_ref, partial_ref, q_ref, k_ref, v_ref, *refs, sees):
-    """One pair of tiles of one query head, added to the weighted values `seen` so far, the highest scores and the sums of the
-    weights, which lie in all lanes alike."""
-    segment_refs, (out_ref, lse_ref, seen_QH, peak_QL, total_QL) = refs[:-5], refs[-5:]
+    """One pair of tiles of one query head, R queries and C keys, added to the weighted values `seen` so far, the highest scores
+    and the sums of the weights. These two are [R, LANES], the same in every lane."""
+    segment_refs, (out_ref, lse_ref, seen_ref, peak_ref, total_ref) = refs[:-5], refs[-5:]
     step, steps = pl.program_id(2), pl.num_programs(2)
     q_tile, k_tile = q_tile_ref[step], k_tile_ref[step]
 
     @pl.when((step == 0) | (q_tile_ref[jnp.maximum(step - 1, 0)] != q_tile))
     def begin():
-        seen_QH[...] = jnp.zeros_like(seen_QH)
-        peak_QL[...] = jnp.full_like(peak_QL, MASKED_SCORE)
-        total_QL[...] = jnp.zeros_like(total_QL)
+        seen_ref[...] = jnp.zeros_like(seen_ref)
+        peak_ref[...] = jnp.full_like(peak_ref, MASKED_SCORE)
+        total_ref[...] = jnp.zeros_like(total_ref)
 
     def add(partial):
-        scores_QK = product(q_ref[...], k_ref[...], LANES_BY_LANES)
+        scores_RC = product(q_ref[...], k_ref[...], LANES_BY_LANES)
         if partial:  # a query that has seen nothing yet forgets what it counts here once it sees a key
-            visible_QK = visible(scores_QK.shape, q_tile, k_tile, sees, segment_refs, keys=1)
-            scores_QK = jnp.where(visible_QK, scores_QK, MASKED_SCORE)
-        before_QL = peak_QL[...]
-        new_QL = jnp.maximum(before_QL, jnp.max(scores_QK, axis=1, keepdims=True))
-        weights_QK = jnp.exp(scores_QK - jnp.tile(new_QL, (1, scores_QK.shape[1] // LANES)))
-        shrink_QL = jnp.exp(before_QL - new_QL)
-        peak_QL[...] = new_QL
-        total_QL[...] = total_QL[...] * shrink_QL + jnp.sum(weights_QK, axis=1, keepdims=True)
-        seen_QH[...] *= _of_head(shrink_QL, seen_QH)
-        seen_QH[...] += product(weights_QK.astype(v_ref.dtype), v_ref[...])
+            visible_RC = visible(scores_RC.shape, q_tile, k_tile, sees, segment_refs, keys=1)
+            scores_RC = jnp.where(visible_RC, scores_RC, MASKED_SCORE)
+        peak = peak_ref[...]
+        new_peak = jnp.maximum(peak, jnp.max(scores_RC, axis=1, keepdims=True))
+        weights_RC = jnp.exp(scores_RC - jnp.tile(new_peak, (1, scores_RC.shape[1] // LANES)))
+        shrink = jnp.exp(peak - new_peak)
+        peak_ref[...] = new_peak
+        total_ref[...] = total_ref[...] * shrink + jnp.sum(weights_RC, axis=1, keepdims=True)
+        seen_ref[...] *= _of_head(shrink, seen_ref)
+        seen_ref[...] += product(weights_RC.astype(v_ref.dtype), v_ref[...])
 
     jax.lax.cond(partial_ref[step] > 0, lambda: add(True), lambda: add(False))
 
     @pl.when((step == steps - 1) | (q_tile_ref[jnp.minimum(step + 1, steps - 1)] != q_tile))
     def end():
-        out_ref[...] = (seen_QH[...] / _of_head(total_QL[...], seen_QH)).astype(out_ref.dtype)
-        lse_ref[...] = (peak_QL[...] + jnp.log(total_QL[...])).T[:1]
+        out_ref[...] = (seen_ref[...] / _of_head(total_ref[...], seen_ref)).astype(out_ref.dtype)
+        lse_ref[...] = (peak_ref[...] + jnp.log(total_ref[...])).T[:1]
 
 
-def _of_head(x_QL: jax.Array, like_QH: Any) -> jax.Array:
-    """A number for each query, the same in all lanes, beside each of its H."""
-    H = like_QH.shape[1]
-    return jnp.tile(x_QL, (1, -(-H // LANES)))[:, :H]
+def _of_head(x: jax.Array, like_RH: Any) -> jax.Array:
+    """[R, H] of a number for each query, [R, LANES], which is the same in every lane."""
+    H = like_RH.shape[1]
+    return jnp.tile(x, (1, -(-H // LANES)))[:, :H]

@@ -102,9 +102,9 @@ def meeting(segments_T: jax.Array, tile: int, q_tile: Any, k_tile: Any) -> tuple
     For the first a tile is known by its least and greatest segment id, so ids that grow along the row, as packing gives them,
     let the fewest tiles meet. Padding counts for nothing.
     """
-    tiles_JT = segments_T.reshape(-1, tile)
-    least = jnp.min(jnp.where(tiles_JT == 0, jnp.iinfo(tiles_JT.dtype).max, tiles_JT), axis=1)
-    greatest = jnp.max(tiles_JT, axis=1)
-    first, alike = tiles_JT[:, 0], jnp.all(tiles_JT == tiles_JT[:, :1], axis=1)
+    ids = segments_T.reshape(-1, tile)
+    least = jnp.min(jnp.where(ids == 0, jnp.iinfo(ids.dtype).max, ids), axis=1)
+    greatest = jnp.max(ids, axis=1)
+    first, alike = ids[:, 0], jnp.all(ids == ids[:, :1], axis=1)
     of_one = alike[q_tile] & alike[k_tile] & (first[q_tile] == first[k_tile])
     return (least[q_tile] <= greatest[k_tile]) & (least[k_tile] <= greatest[q_tile]), of_one
