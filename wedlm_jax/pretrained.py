@@ -241,7 +241,7 @@ def _with_adapter_of(workdir: Path, step: Step, model: Model, name: str) -> Mode
     return with_tokenizer_in(workdir / TOKENIZER_FOLDER, model)
 
 
-def base_params(workdir: Path, dtype: Any = None, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+def base_params(workdir: Path, dtype: Any, mesh: Mesh | None) -> dict[str, jax.Array]:
     """The parameters of the model that the adapter of `workdir` was trained beside.
 
     Raises:

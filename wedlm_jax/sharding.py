@@ -213,7 +213,7 @@ def whole_for_batch(param: jax.Array, axes: Sequence[str], batch: int) -> jax.Ar
 
 
 def attend_over_mesh(
-    attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, rows: Any = None
+    attend: Callable[..., jax.Array], q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, rows: Any
 ) -> jax.Array:
     """`attend(q, k, v, rows)`, by each device on its own rows of the batch and its own heads.
 

@@ -154,8 +154,8 @@ def prompt_of(
 def write_prompt(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Any] | None = None,
-    variables: Variables = NO_VARIABLES,
+    tools: Sequence[Any] | None,
+    variables: Variables,
 ) -> str:
     """A conversation as the chat template writes it, up to where the next reply begins.
 

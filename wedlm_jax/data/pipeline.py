@@ -246,7 +246,7 @@ class _Drought:
         self._length, self.reason = 0, None
 
 
-def require_groups(config: DataConfig, batch_size: int, process_count: int = 1) -> None:
+def require_groups(config: DataConfig, batch_size: int, process_count: int) -> None:
     """Raises a `UserError` where rows, groups and the processes that feed a batch cannot be shared out."""
     if config.num_groups % process_count:
         raise UserError(

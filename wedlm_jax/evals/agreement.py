@@ -10,7 +10,7 @@ from wedlm_jax.decode.scores import score
 from wedlm_jax.model.handle import Model
 
 
-def disagreements(model: Model, prompt: Sequence[int], ids: Sequence[int], mask_token_id: int | None = None) -> int:
+def disagreements(model: Model, prompt: Sequence[int], ids: Sequence[int], mask_token_id: int | None) -> int:
     """How many of `ids` are not the likeliest next token after the prompt and the ids before them.
 
     Every token is held against the AR prediction behind the completion's own beginning, so one that differs is counted once,

@@ -76,7 +76,7 @@ def local_directory(path: str | Path) -> Path:
     return fetch_model(str(path))
 
 
-def read_params(directory: Path, config: ModelConfig, mesh: Mesh | None = None) -> dict[str, jax.Array]:
+def read_params(directory: Path, config: ModelConfig, mesh: Mesh | None) -> dict[str, jax.Array]:
     """Our parameters by path ("layers.mlp.up_proj.kernel"); one at a time on the host, then on the device; all are finite."""
     tensors = StoredTensors(directory)
     _require_match(tensors, config)

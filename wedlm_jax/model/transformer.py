@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
             return tuple(KVCache.zeros(self.config, batch, slots, layers=1) for _ in self.layers)
         return KVCache.zeros(self.config, batch, slots)
 
-    def embedded(self, tokens: jax.Array, masked: jax.Array | None = None) -> jax.Array:
+    def embedded(self, tokens: jax.Array, masked: jax.Array | None) -> jax.Array:
         """[B, L, D] of ids [B, L]; of the mask rows the learned embedding, where there is one."""
         x_BLD = self.embed(tokens, masked)
         if self.mask_embedding is None or masked is None:
