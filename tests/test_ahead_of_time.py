@@ -14,12 +14,12 @@ from benchmarks import step_for_gpu
 from tests.compiled_step import D, L, V, compiled_text, masks_and_logits, shapes_in
 from tests.conftest import FULL
 from tests.hf.conftest import ORACLE
+from tests.one_line import message_of
 from tests.optimized import optimized  # noqa: F401  for every test of this file
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax import absent_devices, ahead_of_time, train_step
 from wedlm_jax.absent_devices import CHIPS, canonical, chip_of, devices
 from wedlm_jax.ahead_of_time import StepReport, compile_only, trace_step
-from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import MeshConfig, ModelOverrides, load_experiment, override
 from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.model.parameters import init_params
@@ -39,13 +39,6 @@ REPORT = StepReport(
     outputs=10 * 10**9, aliased=9 * 10**9, temporaries=2 * 10**9, code=10**6, flops=197e12 / 2,
     traffic={"all-gather": 50e9, "reduce-scatter": 50e9}, compile_seconds=3.0,
 )  # fmt: skip
-
-
-def message_of(experiment, topology) -> str:
-    with pytest.raises(UserError) as error:
-        compile_only(experiment, topology)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 @pytest.fixture
@@ -100,7 +93,7 @@ def test_a_training_without_masks_is_told_of_the_step_that_it_runs():
 
 def test_rows_past_the_context_are_refused_as_training_does(eight_cpus_as_a_slice):
     assert "data.row_length=65536 is past the model's context" in message_of(
-        override(EXPERIMENT, "data.row_length=65536", "train.batch_size=8"), "v5e:2x4"
+        compile_only, override(EXPERIMENT, "data.row_length=65536", "train.batch_size=8"), "v5e:2x4"
     )
 
 
@@ -118,7 +111,7 @@ def test_gpus_are_counted_by_machine(topology):
     "topology", ["h100:0", "h100:2x2x2", "h100", "v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", ""]
 )
 def test_an_unknown_topology_is_named_with_the_known_ones(topology):
-    message = message_of(EXPERIMENT, topology)
+    message = message_of(compile_only, EXPERIMENT, topology)
     assert f"topology {topology!r} is unknown" in message and all(kind in message for kind in CHIPS)
 
 
@@ -135,7 +128,9 @@ def test_missing_libtpu_is_told_with_its_command(monkeypatch, capsys):
 
 def test_missing_cuda_plugin_is_told_with_its_command(monkeypatch):
     monkeypatch.setattr(absent_devices, "has_gpu_compiler", lambda: False)
-    assert "jax's CUDA plugin, which is not installed; pip install 'jax[cuda12]'" in message_of(EXPERIMENT, "h100:8")
+    assert "jax's CUDA plugin, which is not installed; pip install 'jax[cuda12]'" in message_of(
+        compile_only, EXPERIMENT, "h100:8"
+    )
 
 
 def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(tmp_path):
@@ -145,17 +140,19 @@ def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(
     experiment = dataclasses.replace(EXPERIMENT, model=ModelOverrides(remat="full"), init_from=str(tmp_path))
     expected = dataclasses.replace(shape, dtype="bfloat16", param_dtype="float32", remat="full")
     assert ahead_of_time.model_of(experiment) == expected
-    message = message_of(dataclasses.replace(EXPERIMENT, model=None, init_from="runs/x"), "v5e:2x4")
+    message = message_of(compile_only, dataclasses.replace(EXPERIMENT, model=None, init_from="runs/x"), "v5e:2x4")
     assert message.startswith("runs/x: no such directory; ")
 
 
 def test_a_mesh_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):
     experiment = dataclasses.replace(EXPERIMENT, mesh=MeshConfig(data=3))
-    assert "mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 does not fit 8 devices" in message_of(experiment, "v5e:2x4")
+    assert "mesh.data=3 x mesh.fsdp=1 x mesh.tensor=1 does not fit 8 devices" in message_of(
+        compile_only, experiment, "v5e:2x4"
+    )
 
 
 def test_a_batch_that_does_not_fit_the_slice_is_named(eight_cpus_as_a_slice):
-    message = message_of(EXPERIMENT, "v5e:2x4")
+    message = message_of(compile_only, EXPERIMENT, "v5e:2x4")
     assert "train.batch_size=2 cannot be split over train.micro_batches=1 x mesh.data=8 x mesh.fsdp=1" in message
 
 
@@ -172,7 +169,7 @@ def test_a_step_that_does_not_fit_the_memory_is_told_with_both_sizes(eight_cpus_
             )
 
     monkeypatch.setattr(ahead_of_time, "compile_step", lambda *_: TooLarge())
-    message = message_of(override(EXPERIMENT, "train.batch_size=8"), "v5e:2x4")
+    message = message_of(compile_only, override(EXPERIMENT, "train.batch_size=8"), "v5e:2x4")
     assert message.startswith(
         "tiny does not fit v5e:2x4: it needs 17.55G of the 15.75G of a chip; set model.remat=full"
     )
@@ -181,7 +178,7 @@ def test_a_step_that_does_not_fit_the_memory_is_told_with_both_sizes(eight_cpus_
 def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothing(eight_cpus_as_a_slice, monkeypatch):
     small = dataclasses.replace(CHIPS["h100"], hbm=1e3)
     monkeypatch.setitem(CHIPS, "h100", small)
-    message = message_of(override(EXPERIMENT, "train.batch_size=8"), "h100:8")
+    message = message_of(compile_only, override(EXPERIMENT, "train.batch_size=8"), "h100:8")
     assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB of a chip; set model.remat=full")
     assert message.endswith("or take more GPUs")
 
@@ -205,7 +202,7 @@ def test_a_tiny_step_compiles_for_a_slice_of_eight_chips():
     report = compile_only(experiment, "v5e:2x4")
     assert 0 < report.peak < CHIPS["v5e"].hbm
     assert report.traffic["all-gather"] > 0
-    assert "libtpu knows no such slice" in message_of(experiment, "v5e:3x5")
+    assert "libtpu knows no such slice" in message_of(compile_only, experiment, "v5e:3x5")
 
 
 @NEEDS_GPU_COMPILER

@@ -8,6 +8,7 @@ import pytest
 
 from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import point
+from tests.one_line import complaint_of
 from wedlm_jax import cacheability as command
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals import sweep
@@ -116,7 +117,4 @@ def test_the_settings_are_every_rule_with_every_threshold():
 )
 def test_a_bad_flag_is_one_line_and_status_2(monkeypatch, capsys, model_dir, flags, said):
     monkeypatch.setattr(sys, "argv", ["cacheability", "--model", str(model_dir), *flags])
-    with pytest.raises(SystemExit) as exit:
-        command.main()
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and said in error and len(error.strip().splitlines()) == 1
+    assert said in complaint_of(capsys, command.main)

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from tests.evals.models import tiny_model
+from tests.one_line import complaint_of
 from wedlm_jax import DecodeConfig, calibrate, generate, load, save
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.data.tokenizer import save_tokenizer
@@ -168,22 +169,14 @@ def test_tokens_too_few_for_the_limit_are_told(call, capsys, monkeypatch):
     ],
 )
 def test_bad_flags_are_one_line(call, capsys, flags, complaint):
-    with pytest.raises(SystemExit) as exit:
-        call(*flags)
-    assert exit.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+    assert complaint in complaint_of(capsys, call, *flags)
 
 
 def test_a_prompt_that_does_not_fit_is_told_before_any_other_is_decoded(call, folder, capsys, monkeypatch):
     with (folder / "in.jsonl").open("a") as lines:
         lines.write(json.dumps({"prompt": "x " * 600}) + "\n")
     monkeypatch.setattr(Engine, "submit", lambda *_, **__: pytest.fail("a prompt was decoded"))
-    with pytest.raises(SystemExit) as exit:
-        call()
-    message = capsys.readouterr().err
-    assert exit.value.code == 2 and message.count("\n") == 1
-    assert "in.jsonl:3: 1200 prompt tokens + max_new_tokens=9" in message
+    assert "in.jsonl:3: 1200 prompt tokens + max_new_tokens=9" in complaint_of(capsys, call)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from scipy.stats import binomtest
 
 from tests.bad_input import full_disk
 from tests.evals.models import tiny_model
+from tests.one_line import complaint_of
 from wedlm_jax import evaluate as command
 from wedlm_jax.checkpoint import Checkpoints
 from wedlm_jax.data.quickstart_tasks import Problem
@@ -107,12 +108,7 @@ def call(monkeypatch, capsys):
 def refused(monkeypatch, capsys):
     def run(*flags):
         monkeypatch.setattr("sys.argv", ["evaluate", *map(str, flags)])
-        with pytest.raises(SystemExit) as exit:
-            command.main()
-        assert exit.value.code == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1
-        return message
+        return complaint_of(capsys, command.main)
 
     return run
 

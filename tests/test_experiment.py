@@ -8,6 +8,7 @@ import textwrap
 
 import pytest
 
+from tests.one_line import message_of
 from tests.tiny_training import EXPERIMENT
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import (
@@ -58,13 +59,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "experiments" / "small.py").write_text(textwrap.dedent(FILE))
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def message_of(call, *args) -> str:
-    with pytest.raises(UserError) as error:
-        call(*args)
-    assert "\n" not in str(error.value)
-    return str(error.value)
 
 
 def test_an_experiment_file_imports_what_lies_beside_it(folder):

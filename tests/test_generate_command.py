@@ -12,6 +12,7 @@ import pytest
 
 from tests.conftest import FULL
 from tests.evals.models import tiny_model
+from tests.one_line import complaint_of
 from wedlm_jax import Completion, DecodeConfig, Stats, generate
 from wedlm_jax.decode import batches
 from wedlm_jax.errors import UserError
@@ -52,12 +53,7 @@ def refused(call, capsys, monkeypatch):
     def run(*flags):
         for way in ("in_batches", "in_order"):
             monkeypatch.setattr(command, way, lambda *args, **kwargs: pytest.fail("decoded something"))
-        with pytest.raises(SystemExit) as exit:
-            call(*flags)
-        assert exit.value.code == 2
-        message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1
-        return message
+        return complaint_of(capsys, call, *flags)
 
     return run
 

@@ -20,6 +20,7 @@ from tests.bad_input import full_disk
 from tests.data.tiny import chat_file
 from tests.evals.models import tiny_model
 from tests.killed_training import train_until_killed
+from tests.one_line import message_of
 from tests.tiny_training import EXPERIMENT, one_device_mesh
 from wedlm_jax import train as train_module
 from wedlm_jax import train_step
@@ -57,13 +58,6 @@ def with_overrides(*assignments: str):
     return override(EXPERIMENT, *assignments)
 
 
-def message_of(experiment, workdir) -> str:
-    with pytest.raises(UserError) as error:
-        train(experiment, workdir)
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 def lines_without_time(workdir) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in TIME_FIELDS} for line in read_metrics(workdir)]
 
@@ -86,7 +80,7 @@ def test_the_workdir_is_its_own_from_the_first_file_on(tmp_path, monkeypatch):
         raise UserError(another.stderr.splitlines()[-1])
 
     monkeypatch.setattr(train_module, "batches", opened)
-    assert "another training is at work there" in message_of(EXPERIMENT, tmp_path / "run")
+    assert "another training is at work there" in message_of(train, EXPERIMENT, tmp_path / "run")
 
 
 def test_a_workdir_in_which_another_training_has_begun_meanwhile_is_left_alone(finished, tmp_path):
@@ -187,7 +181,7 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
 
 def test_a_model_is_asked_for_however_the_training_is_called(tmp_path):
     """By the command or by a program of one's own."""
-    assert "name a model to start from as model.path=DIR" in message_of(with_overrides("model=none"), tmp_path)
+    assert "name a model to start from as model.path=DIR" in message_of(train, with_overrides("model=none"), tmp_path)
 
 
 def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
@@ -198,7 +192,7 @@ def test_another_experiment_is_refused_by_the_names_of_its_fields(finished):
         "evaluation.seed=5",
         "data.on_bad_record=skip",
     )
-    message = message_of(other, finished)
+    message = message_of(train, other, finished)
     assert "optimizer.learning_rate: 0.001 -> 0.5" in message and "train.seed: 0 -> 1" in message
     assert "log_every" not in message and "evaluation" not in message and "on_bad_record" not in message
 
@@ -245,7 +239,7 @@ def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):
         "optimizer.learning_rate=1e30", "train.max_skipped_in_row=3", "train.checkpoint_every=1",
         "train.keep_checkpoints=1", "objective.ar_steps=6",
     )  # fmt: skip
-    message = message_of(experiment, tmp_path)
+    message = message_of(train, experiment, tmp_path)
     assert "loss or gradient was not finite 3 times in a row" in message and "optimizer.learning_rate" in message
     lines = read_metrics(tmp_path)
     assert [line["skipped_in_row"] for line in lines] == [0, 1, 2, 3]
@@ -270,7 +264,7 @@ def test_what_needs_no_model_is_told_before_one_is_fetched(assignments, message,
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr(train_module, "load_initial", lambda *args: pytest.fail("a model is fetched"))
     experiment = with_overrides("init_from=owner/large", "model=none", *assignments.split())
-    assert message in message_of(experiment, tmp_path / "run")
+    assert message in message_of(train, experiment, tmp_path / "run")
 
 
 def test_a_stop_names_checkpoints_only_where_there_are_some():
@@ -333,7 +327,7 @@ def test_held_out_data_that_is_asked_for_and_not_there_is_told(tmp_path):
     experiment = with_overrides(
         "data.source=text", f"data.path={tmp_path / 'text.txt'}", "data.held_out_share=0", "train.eval_every=2"
     )
-    message = message_of(experiment, tmp_path / "run")
+    message = message_of(train, experiment, tmp_path / "run")
     assert message.startswith("train.eval_every asks for held-out data: ")
     assert message.endswith("raise data.held_out_share, or measure nothing with train.eval_every=0")
 
@@ -343,7 +337,7 @@ def test_a_device_with_too_little_memory_is_told_in_a_line_that_says_what_to_low
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nBuffers:\n")
 
     monkeypatch.setattr(train_module, "compile_step", lambda step, settings, mesh: refused)
-    message = message_of(EXPERIMENT, tmp_path)
+    message = message_of(train, EXPERIMENT, tmp_path)
     assert "a device has too little memory (RESOURCE_EXHAUSTED: Out of memory" in message
     assert "raise train.micro_batches, set model.remat=full" in message
 
@@ -357,7 +351,7 @@ def test_a_tokenizer_that_training_cannot_use_either_is_no_matter_of_held_out_da
             "data.source=chat", f"data.path={chat_file(tmp_path)}", f"tokenizer.path={tmp_path / 'tokenizer'}",
             "data.held_out_share=0.5", f"train.eval_every={steps}",
         )  # fmt: skip
-        message = message_of(experiment, tmp_path / f"run {steps}")
+        message = message_of(train, experiment, tmp_path / f"run {steps}")
         assert message.startswith("the tokenizer has no chat template") and "train.eval_every" not in message
 
 
@@ -447,7 +441,7 @@ def test_prompts_of_a_trained_model_and_of_its_export_are_written_as_in_training
             other = load(place, chat_template_kwargs={"mood": "sad"})
             assert render_messages(other, message).endswith("<|im_start|>assistant\nsad")
     assert "reads no 'moody'" in message_of(
-        override(experiment, 'data.chat_template_kwargs={"moody": 1}'), tmp_path / "other"
+        train, override(experiment, 'data.chat_template_kwargs={"moody": 1}'), tmp_path / "other"
     )
 
 

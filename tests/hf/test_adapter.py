@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.one_line import message_of
 from wedlm_jax import load, save, save_adapter
 from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.errors import UserError
@@ -37,10 +38,9 @@ def saved(tmp_path):
 
 
 def refusal(directory, base=BASE) -> str:
-    with pytest.raises(UserError) as error:
-        load(base, "float32", adapter=directory)
-    assert "\n" not in str(error.value) and str(directory) in str(error.value)
-    return str(error.value)
+    message = message_of(load, base, "float32", adapter=directory)
+    assert str(directory) in message
+    return message
 
 
 def change(directory, name=ADAPTER_FILE, **fields):

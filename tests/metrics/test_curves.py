@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tests.one_line import complaint_of
 from wedlm_jax.metrics.__main__ import main
 from wedlm_jax.metrics.curves import draw_curves, points
 
@@ -73,7 +74,4 @@ def test_a_single_number_is_a_point():
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, message, monkeypatch, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run(monkeypatch, *arguments)
-    shown = capsys.readouterr().err
-    assert exit.value.code == 2 and message in shown and shown.count("\n") == 1
+    assert message in complaint_of(capsys, run, monkeypatch, *arguments)

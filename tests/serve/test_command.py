@@ -16,6 +16,7 @@ import urllib.request
 
 import pytest
 
+from tests.one_line import complaint_of
 from wedlm_jax import DecodeConfig, generate, load, save
 from wedlm_jax.serve import __main__ as command
 
@@ -181,26 +182,19 @@ def test_it_ends_though_a_thread_is_inside_xla(folder, never, signals, status):
 )
 def test_bad_flags_are_one_line(folder, flags, complaint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serve", "--model", folder, "--port", "0", *flags])
-    with pytest.raises(SystemExit) as exit:
-        command.main()
-    message = capsys.readouterr().err
-    assert exit.value.code == 2 and message.startswith("error: ") and message.count("\n") == 1 and complaint in message
+    assert complaint in complaint_of(capsys, command.main)
 
 
 def test_a_key_that_no_header_holds_is_one_line(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["serve", "--model", folder, "--port", "0"])
     for key in ("", " s3cret", "schlüssel", "two\nlines"):
         monkeypatch.setenv("WEDLM_JAX_API_KEY", key)
-        with pytest.raises(SystemExit):
-            command.main()
-        message = capsys.readouterr().err
-        assert message.startswith("error: WEDLM_JAX_API_KEY: ") and message.count("\n") == 1
+        assert complaint_of(capsys, command.main).startswith("error: WEDLM_JAX_API_KEY: ")
 
 
 def test_a_port_in_use_is_told_before_a_model_is_loaded(folder, monkeypatch, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         monkeypatch.setattr(sys, "argv", ["serve", "--model", "nowhere", "--port", port])
-        with pytest.raises(SystemExit):
-            command.main()
-    assert capsys.readouterr().err == f"error: --host 127.0.0.1 --port {port}: address already in use; choose another\n"
+        said = complaint_of(capsys, command.main)
+    assert said == f"error: --host 127.0.0.1 --port {port}: address already in use; choose another"
