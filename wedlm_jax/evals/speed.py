@@ -175,31 +175,34 @@ def compare(
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
         stats = [completion.stats for completion in completions[whole]]
-        generated, forwards = sum(s.generated_tokens for s in stats), sum(s.forwards for s in stats)
+        generated, ar_generated = _generated(completions[whole]), _generated(completions["ar", False])
+        forwards, processed = sum(s.forwards for s in stats), sum(s.tokens_processed for s in stats)
         later = _longest(completions[whole]) - _longest(completions[first])
         behind = median[whole] - median[first]  # below 0 only where other work disturbs the clock
         slots = sum(s.tokens_processed - in_prefill.get(decoder, 0) for s in stats) / forwards
+        roofline = forward_seconds(
+            model.config,
+            rates,
+            rows=work.batch,
+            slots=slots,
+            read=min(slots, most_read.get(decoder, slots)),
+            context=work.prompt_tokens + generated / len(stats) / 2,
+        )
         return Speed(
-            work,
-            decoder,
-            generated,
-            median[whole],
-            median[first],
-            generated / median[whole],
-            generated / forwards,
-            generated / sum(s.tokens_processed for s in stats),
-            1e3 * behind / later if later > 0 and behind > 0 else float("nan"),
-            1e3
-            * forward_seconds(
-                model.config,
-                rates,
-                rows=work.batch,
-                slots=slots,
-                read=min(slots, most_read.get(decoder, slots)),
-                context=work.prompt_tokens + generated / len(stats) / 2,
+            work=work,
+            decoder=decoder,
+            generated_tokens=generated,
+            seconds=median[whole],
+            first_token_seconds=median[first],
+            tokens_per_second=generated / median[whole],
+            tokens_per_forward=generated / forwards,
+            p_cache=generated / processed,
+            forward_milliseconds=1e3 * behind / later if later > 0 and behind > 0 else float("nan"),
+            roofline_milliseconds=1e3 * roofline,
+            speedup_over_ar=median["ar", False] / median[whole] * generated / ar_generated,
+            equal_to_ar=sum(
+                c.ids == ar.ids for c, ar in zip(completions[whole], completions["ar", False], strict=True)
             ),
-            median["ar", False] / median[whole] * generated / _generated(completions["ar", False]),
-            sum(c.ids == ar.ids for c, ar in zip(completions[whole], completions["ar", False], strict=True)),
         )
 
     return [speed(name) for name in (*(config.decoder for config in configs), *(b.name for b in baselines))]
