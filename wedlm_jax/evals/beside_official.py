@@ -83,14 +83,14 @@ def beside(
     slots = sum(c.stats.tokens_processed for c in completions) / sum(c.stats.forwards for c in completions)
     floor = product_seconds(model.config, params_of(model.transformer), round(work.batch * slots), repeats)
     return Beside(
-        work,
-        steps,
-        (statistics.median(theirs), statistics.median(ours)),
-        statistics.median(a / b for a, b in zip(theirs, ours, strict=True)),
-        floor,
-        slots,
-        len(pairs) - len(parted),
-        parted[0] if parted else None,
+        work=work,
+        steps=steps,
+        seconds=(statistics.median(theirs), statistics.median(ours)),
+        faster=statistics.median(a / b for a, b in zip(theirs, ours, strict=True)),
+        floor_seconds=floor,
+        slots=slots,
+        same_rows=len(pairs) - len(parted),
+        parts_at=parted[0] if parted else None,
     )
 
 

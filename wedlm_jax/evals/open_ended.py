@@ -201,13 +201,13 @@ def _measures(
     judged = [judge(model, prompt, text) for prompt, text in zip(prompts, ids, strict=True)]
     tokens, seconds = sum(map(len, ids)), sum(row.generated_tokens / row.tokens_per_second for row in rows)
     return TextMeasures(
-        label,
-        tokens,
-        {n: distinct(ids, n) for n in (1, 2, 3)},
-        repetition(ids),
-        math.exp(sum(j.nats for j in judged) / tokens),
-        None if references is None else mauve_score(np.stack([j.feature for j in judged]), references),
-        tokens / sum(c.stats.forwards for c in completions),
-        tokens / seconds,
-        math.nan,
+        label=label,
+        tokens=tokens,
+        distinct={n: distinct(ids, n) for n in (1, 2, 3)},
+        repetition=repetition(ids),
+        perplexity=math.exp(sum(j.nats for j in judged) / tokens),
+        mauve=None if references is None else mauve_score(np.stack([j.feature for j in judged]), references),
+        tokens_per_forward=tokens / sum(c.stats.forwards for c in completions),
+        tokens_per_second=tokens / seconds,
+        speedup_over_ar=math.nan,  # for `measure` to set
     )

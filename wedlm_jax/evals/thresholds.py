@@ -53,7 +53,15 @@ def measure_thresholds(
             for i, count in enumerate((known[key], len(completion.ids), completion.stats.forwards)):
                 totals[each][i] += count
     return [
-        Calibration(tau, penalty, config.window, max_disagreement, differ / tokens, tokens, tokens / forwards)
+        Calibration(
+            entropy_threshold=tau,
+            distance_penalty=penalty,
+            window_size=config.window,
+            max_disagreement=max_disagreement,
+            disagreement=differ / tokens,
+            tokens=tokens,
+            tokens_per_forward=tokens / forwards,
+        )
         for (tau, penalty), (differ, tokens, forwards) in zip(pairs, totals.values(), strict=True)
     ]
 

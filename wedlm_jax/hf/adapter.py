@@ -102,9 +102,13 @@ def write_adapter(model: Model, path: str | Path, base: str | None) -> None:
     params = params_of(model.transformer)
     (dtype,) = {params[row.ours].dtype.name for row in adapter_rows(config)}
     described = AdapterFile(
-        base, revision(config, params), config.adapter.rank, config.adapter.alpha, config.adapter.targets,
-        config.adapter.rows, dtype, model.mask_token_id, model.eos_token_ids,
-    )  # fmt: skip
+        base=base,
+        base_revision=revision(config, params),
+        **vars(config.adapter),
+        dtype=dtype,
+        mask_token_id=model.mask_token_id,
+        eos_token_ids=model.eos_token_ids,
+    )
     with whole_directory(target) as staging:
         write_file(
             staging / WEIGHTS_FILE, [t for row in adapter_rows(config) for t in _stored(row, config, params[row.ours])]
