@@ -57,8 +57,8 @@ def text_window(
 def find_drafts(
     history: jax.Array, length: jax.Array, most: jax.Array, *, slots: int, longest: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What followed the last tokens of a history where they came before: the longest match, of these the latest. Behind one of 3
-    tokens or more that reaches the end of the history the drafts follow themselves: such text repeats itself.
+    """What followed the last tokens of a history where they came before: the longest match, of these the latest. Where what
+    follows a match of 3 tokens or more reaches the end of the history, drafts go on with themselves: such text repeats itself.
 
     Args:
       history: int32 [B, S], tokens by position; `length` int32 [B] of them count, at least 1.

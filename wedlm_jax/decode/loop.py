@@ -108,8 +108,8 @@ def run_steps(
 
 
 def when_emitted(progress: HostProgress, row: int, count: int) -> dict[str, np.ndarray]:
-    """COUNTERS of all rows after the first step by which this row had emitted `count` tokens, more than before all of them. What
-    the row drafted in that step counts as far as these reach, as before any other end.
+    """COUNTERS of all rows after the first step by which this row had emitted `count` tokens, more than it had before the steps.
+    Of what it drafted in that step the drafts among these tokens count, as at any other end.
     """
     step = np.argmax(progress["generated"][:, row] >= count)
     counters = {name: np.array(values[step]) for name, values in progress.items()}

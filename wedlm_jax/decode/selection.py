@@ -32,7 +32,7 @@ def sum_below(adjusted: jax.Array, masked: jax.Array, entropy_threshold: jax.Arr
     """
     slots = jnp.arange(masked.shape[1])
     ours, others = adjusted[:, :, None], adjusted[:, None, :]
-    # A mask counts itself by its place: XLA may compute both sides of a comparison apart, and round them apart.
+    # A mask counts itself by its place: XLA may compute the two sides of a comparison separately, and round them differently.
     itself = slots[None, :] == slots[:, None]
     as_certain = itself | (others < ours) | ((others == ours) & (slots[None, :] < slots[:, None]))
     total = jnp.sum(jnp.where(as_certain & masked[:, None, :], others, 0.0), axis=2)
@@ -121,7 +121,7 @@ def select_by_confidence(confidences: jax.Array, masked: jax.Array, confidence_t
 
 
 def _or_else(chosen: jax.Array, masked: jax.Array, best: jax.Array) -> jax.Array:
-    """What is chosen, or else the mask `best`: never nothing, though XLA compute `chosen` twice and round it apart."""
+    """What is chosen, or else the mask `best`: never nothing, even where XLA computes `chosen` twice and rounds it otherwise."""
     T = masked.shape[1]
     first = first_slot(chosen)
     surely = jnp.where(first < T, first, best)

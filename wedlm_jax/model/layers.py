@@ -81,8 +81,8 @@ class Linear(nnx.Module):
 
     def put_heads_first(self) -> None:
         """From now on the kernel of queries, keys or values is [N, D, H], in the stack of all layers too. A TPU lays arrays out
-        by tiles of their last two axes, and multiplies with tiles of D and H: the stack of what is [D, N, H] it would write anew
-        in every call of a program. For layers that decode, as `turn`."""
+        by tiles of their last two axes, and multiplies with tiles of D and H: a stack of kernels [D, N, H] it would write anew in
+        every call of a program. For layers that decode, as `turn`."""
         inputs, heads, head_dim = self.axes
         self.heads_first, self.axes = True, (heads, inputs, head_dim)
         self.kernel = nnx.Param(jnp.swapaxes(self.kernel[...], -3, -2))

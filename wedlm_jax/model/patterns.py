@@ -138,7 +138,7 @@ class DualStream:
         return jnp.concatenate([memory, self.of_prediction(prediction)], axis=1)
 
     def by_splash(self, q: jax.Array, k: jax.Array, v: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
-        """One call for both streams, `attend(q, k, v, segment_ids, mask)`; kept blocks go as they lie if kernels of ours do."""
+        """One call for both streams, `attend(q, k, v, segment_ids, mask)`; our own kernels take kept blocks as they lie."""
         length, of_prediction = self.segment_ids.shape[1], self.segment_ids
         blocks = self.block_size, self.in_block == "bidirectional"
         if self.kept is not None:
@@ -237,7 +237,7 @@ class CachedWindow:
     @staticmethod
     def _choose(asked: Implementation, q: jax.Array, k_cache: jax.Array) -> str:
         """How a window is attended on a device, an `implementation` of `attend_cache`: neither splash nor tokamax reads a cache,
-        and kernels of ours stand for them. XLA's way is that of a prompt, of many queries, and of splash where no TPU is."""
+        and kernels of ours stand for them. XLA's way is taken for a prompt, which has many queries, and for splash off a TPU."""
         if q.shape[1] > FEW_QUERIES or (asked == "splash" and target_platform() != "tpu"):
             return "xla"
         kernels = {"tokamax": split_gpu, "splash": window_tpu}

@@ -44,8 +44,8 @@ def apply_rope(x_BLNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _by_product(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x cos + (x turned by a quarter) sin, the turn as a product with a matrix of ones: on TPU the exact one that costs least.
-    Halves of the 128 lanes that the vector unit computes with XLA writes out as arrays, each padded to all of them, where the
+    """x cos + (x turned by a quarter) sin, the turn as a product with a matrix of ones: on TPU the exact way that costs least.
+    The vector unit computes with 128 lanes: halves of them XLA would write out as arrays, each padded to all 128, while the
     product takes norms, angles and scales into its own loop (benchmarks/RESULTS.md, "A training step on a TPU, compiled ahead of
     time").
 

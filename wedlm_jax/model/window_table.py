@@ -51,8 +51,8 @@ class WindowTable:
         return [accepted / self.cost(rows * fed) for accepted, fed in zip(self.accepted, self.fed, strict=True)]
 
     def widest(self, rows: int) -> int:
-        """The window that gains most: the more rows, and the dearer a slot, the narrower. Never wider than that of one row, which
-        what is compiled for any number of them must hold: costs as measured may rise ever more slowly."""
+        """The window that gains most: the more rows, and the dearer a slot, the narrower. Never wider than that of one row,
+        for which programs are compiled, of any number of rows: costs as measured may rise ever more slowly."""
         gains = self.gains(rows)
         window = AUTO_WINDOWS[gains.index(max(gains))]
         return window if rows == 1 else min(window, self.widest(1))

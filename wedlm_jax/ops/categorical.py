@@ -1,7 +1,7 @@
 """What decoding asks of logits [..., V]: the likeliest token, log-probabilities, the entropy, the largest probability.
 
 All but the first are a few plain maxima, exponentials and products of vectors, which XLA on CPU runs many numbers at a time.
-What several of them need is computed once: their common parts are written alike.
+What several of them need XLA computes once, because their common parts are written alike.
 """
 
 from __future__ import annotations

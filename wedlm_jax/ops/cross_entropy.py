@@ -239,8 +239,8 @@ class _Chunks(NamedTuple):
         return cls(carries_T, rows_NC, jnp.sum(rows_NC[:, 0] < T))
 
     def each(self, add: Callable[[jax.Array, State], State], state: State) -> State:
-        """`add(n, state)` for every chunk n that holds any. A loop whose length is data: to pass a condition round each chunk XLA
-        copies the state, with it a tile of the head's gradient."""
+        """`add(n, state)` for every chunk n that holds any. A loop whose length is data: with a condition round each chunk XLA
+        would copy the state, a tile of the head's gradient with it."""
         with kernel_runs(len(self.rows_NC)):  # at most
             return jax.lax.fori_loop(0, self.used, add, state)
 

@@ -23,7 +23,7 @@ def by_tiles(function: Callable[..., jax.Array], tile: int | None, x_BLD: jax.Ar
         around it would keep.
       tile: tokens of a row at once, at most. None, or a row that is no longer: all at once, and nothing twice.
       x_BLD: [B, L, D].
-      rows: what else it reads of each token, [B, L, ...]: no numbers that a gradient is asked for.
+      rows: what else it reads of each token, [B, L, ...]; no gradient is taken of these.
     """
     B, L = x_BLD.shape[:2]
     if tile is None or tile >= L:

@@ -60,8 +60,8 @@ class Tiles:
     def segments(
         self, segments_T: jax.Array | None, reach_T: jax.Array | None
     ) -> tuple[list[pl.BlockSpec], list[jax.Array]]:
-        """Of the ids of the queries and of those of the keys, then of the reach of the queries, and these, each [1, T]; nothing
-        where there are none."""
+        """Blocks of three arrays [1, T], and the arrays: the ids of the queries, those of the keys, the reach of the queries.
+        What is not given is left out."""
         if segments_T is None:
             return [], []
         of_queries = pl.BlockSpec((1, self.tile), lambda k, g, s, q_tile, *_: (0, q_tile[s]))
