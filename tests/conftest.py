@@ -87,3 +87,14 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     return seen
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    """A tiny model in a directory that commands read from and nothing is written to."""
+    from tests.evals.models import tiny_model
+    from wedlm_jax.pretrained import save
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    save(tiny_model(), folder)
+    return folder

@@ -23,13 +23,6 @@ from wedlm_jax.model.transformer import Transformer
 from wedlm_jax.pretrained import save
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench") / "model"
-    save(tiny_model(), folder)
-    return folder
-
-
 def run(monkeypatch, capsys, *args):
     monkeypatch.setattr(sys, "argv", ["bench", *map(str, args)])
     status = 0

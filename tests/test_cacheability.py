@@ -6,21 +6,12 @@ import sys
 
 import pytest
 
-from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import point
 from tests.one_line import complaint_of
 from wedlm_jax import cacheability as command
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.evals import sweep
 from wedlm_jax.evals.order import Order
-from wedlm_jax.pretrained import save
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("cacheability") / "model"
-    save(tiny_model(), folder)
-    return folder
 
 
 def test_every_decoder_is_measured_on_the_same_prompts(monkeypatch, capsys, model_dir, tmp_path, figures):

@@ -6,19 +6,10 @@ import sys
 
 import pytest
 
-from tests.evals.models import tiny_model
 from tests.evals.test_tradeoff import AR, point
 from tests.one_line import complaint_of
 from wedlm_jax import tradeoff as command
 from wedlm_jax.evals import sweep
-from wedlm_jax.pretrained import save
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tradeoff") / "model"
-    save(tiny_model(), folder)
-    return folder
 
 
 def test_every_setting_is_in_the_json_and_the_findings_are_said(monkeypatch, capsys, model_dir, tmp_path, figures):
