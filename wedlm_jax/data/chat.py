@@ -70,35 +70,9 @@ def from_messages(
     learned: list[bool] = []
     done = 0  # characters of `whole` that are tokens already
     for number in turns:
-        prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
-        if not whole.startswith(prompt) or len(prompt) < done:
-            mend = "data.loss_on_turns=each or last may do, or a template that takes no thinking out of earlier turns"
-            if messages[number - 1]["role"] == "assistant":
-                mend = "join it with the turn before, which is the assistant's too"
-            raise BadRecord(
-                f"message {number}: the chat template's prompt for this turn is no prefix of the whole conversation, so the "
-                f"learned part is unknown; {mend}"
-            )
-        stop = whole.find(str(tokenizer.eos_token), len(prompt))
-        if stop < 0:
-            raise BadRecord(
-                f"message {number}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}; "
-                "name the token that ends a turn as data.end_token"
-            )
-        reply = whole[len(prompt) : stop]
-        if not _holds(reply, messages[number]):
-            raise BadRecord(
-                f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
-                "be learned without; take it out of the record, or data.loss_on_turns=each or last"
-            )
-        if _reaches_further(whole[:stop], len(prompt), tokenizer, messages, number, beside):
-            raise BadRecord(
-                f"message {number}: the chat template does not end this turn with {tokenizer.eos_token!r}, which comes only "
-                "after a later message, so that would be learned too; name the token that ends every turn as data.end_token, "
-                "or give this one weight 0"
-            )
-        for at, text, is_learned in ((done, whole[done : len(prompt)], False), (len(prompt), reply, True)):
-            ids = encode_behind(tokenizer, whole[:at], text, control_tokens=True)
+        start, stop = _reply_span(whole, done, tokenizer, messages, number, beside)
+        for at, to, is_learned in ((done, start, False), (start, stop, True)):
+            ids = encode_behind(tokenizer, whole[:at], whole[at:to], control_tokens=True)
             tokens += ids
             learned += [is_learned] * len(ids)
         tokens.append(end)
@@ -108,6 +82,51 @@ def from_messages(
     return Example(
         np.array([*tokens, *[end] * extra], np.int32), np.array([*learned, *[True] * extra], bool), document_id
     )
+
+
+def _reply_span(
+    whole: str,
+    done: int,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    number: int,
+    beside: Variables,
+) -> tuple[int, int]:
+    """Where in the whole conversation a learned turn starts, behind its prompt, and where its end token does.
+
+    Args:
+        done: where the turn before ends.
+
+    Raises:
+        BadRecord: as `from_messages`.
+    """
+    prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
+    if not whole.startswith(prompt) or len(prompt) < done:
+        mend = "data.loss_on_turns=each or last may do, or a template that takes no thinking out of earlier turns"
+        if messages[number - 1]["role"] == "assistant":
+            mend = "join it with the turn before, which is the assistant's too"
+        raise BadRecord(
+            f"message {number}: the chat template's prompt for this turn is no prefix of the whole conversation, so the "
+            f"learned part is unknown; {mend}"
+        )
+    stop = whole.find(str(tokenizer.eos_token), len(prompt))
+    if stop < 0:
+        raise BadRecord(
+            f"message {number}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}; "
+            "name the token that ends a turn as data.end_token"
+        )
+    if not _holds(whole[len(prompt) : stop], messages[number]):
+        raise BadRecord(
+            f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
+            "be learned without; take it out of the record, or data.loss_on_turns=each or last"
+        )
+    if _reaches_further(whole[:stop], len(prompt), tokenizer, messages, number, beside):
+        raise BadRecord(
+            f"message {number}: the chat template does not end this turn with {tokenizer.eos_token!r}, which comes only "
+            "after a later message, so that would be learned too; name the token that ends every turn as data.end_token, "
+            "or give this one weight 0"
+        )
+    return len(prompt), stop
 
 
 def up_to_each_turn(messages: Sequence[Message]) -> list[list[Message]]:
