@@ -84,9 +84,8 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     objective = settings.objective
     streams = corrupted_streams(state.step, batch, settings)
     counted = taught(streams) if objective.targets == "distill" else streams
-    # Of the whole batch, before it is split.
     with_ar = objective.ar_loss_weight > 0
-    weights = loss_weights(counted, normalization=objective.normalization, ar=with_ar)
+    weights = loss_weights(counted, normalization=objective.normalization, ar=with_ar)  # of the whole batch
     run = functools.partial(mask_rows_alone if settings.only_mask_rows else both_streams, state, settings=settings)
     gradients, sums = in_parts(run, (streams, weights), settings.micro_batches)
     losses = logged_losses(sums, counted, objective)
@@ -113,17 +112,21 @@ def logged_losses(sums: Metrics, counted: DualStreamBatch, objective: ObjectiveC
 
 def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:
     """The masks of this step, drawn and reordered: what depends on (seed, step, document, block) alone."""
-    block_size = settings.objective.block_size
+    objective = settings.objective
     key = jax.random.fold_in(jax.random.key(settings.seed), step)
-    single = settings.objective.streams == "single"
-    fully_masked, suffix_masked = settings.objective.fully_masked, settings.objective.suffix_masked
-    by_block = functools.partial(corrupt, fully_masked=fully_masked, suffix_masked=suffix_masked)
-    draw = corrupt_documents if single else by_block
-    masked, mask_ratio = draw(key, batch.loss_mask, batch.document_ids, batch.positions, block_size=block_size)
+    of_batch = key, batch.loss_mask, batch.document_ids, batch.positions
+    single = objective.streams == "single"
+    if single:
+        masked, mask_ratio = corrupt_documents(*of_batch, block_size=objective.block_size)
+    else:
+        masked, mask_ratio = corrupt(
+            *of_batch, block_size=objective.block_size,
+            fully_masked=objective.fully_masked, suffix_masked=objective.suffix_masked,
+        )  # fmt: skip
     return build_dual_stream(
         batch.tokens, batch.loss_mask, batch.positions, batch.segment_ids, masked, mask_ratio,
-        mask_token_id=settings.mask_token_id or 0, block_size=block_size, whole_documents=single,
-        reorder=settings.objective.reorder,
+        mask_token_id=settings.mask_token_id or 0, block_size=objective.block_size, whole_documents=single,
+        reorder=objective.reorder,
     )  # fmt: skip
 
 

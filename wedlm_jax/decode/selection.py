@@ -73,7 +73,7 @@ def select_by_entropy(
     distance_penalty: jax.Array,
     rule: jax.Array,
 ) -> jax.Array:
-    """What the rule fills, or else the mask with the smallest adjusted entropy. Ties go left.
+    """What the rule fills, or else the mask with the smallest adjusted entropy (Eq. 11). Ties go left.
 
     Args:
       entropies: float [B, T] in nats, read at masks only.

@@ -51,7 +51,7 @@ def build_dual_stream(
     whole_documents: bool = False,
     reorder: bool = True,
 ) -> DualStreamBatch:
-    """Builds the two streams of packed rows.
+    """The two streams of packed rows (Eq. 8).
 
     Args:
       tokens, positions, segment_ids: int [B, L]; documents start on a multiple of `block_size`, segment 0 is padding.

@@ -54,7 +54,7 @@ def _divide(weights: jax.Array, total: jax.Array) -> jax.Array:
 
 
 def wedlm_loss(token_losses: jax.Array, weights: LossWeights, *, ar_loss_weight: float) -> tuple[jax.Array, dict]:
-    """(MLM loss + w * AR loss) / (1 + w), from the cross-entropies of both streams.
+    """The MLM loss (Eq. 10) joined with the auxiliary AR loss, (MLM + w * AR) / (1 + w), from both streams' cross-entropies.
 
     Args:
       token_losses: float32 [B, L + P], memory rows against the next token, prediction rows against their own.
