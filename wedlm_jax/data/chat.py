@@ -38,18 +38,18 @@ def from_messages(
     `num_end_tokens - 1` more end tokens; template text after its end (a line end in ChatML) is dropped, for nobody generates it.
 
     Args:
-        messages: `role` and `content` (text) each; the last is the assistant's. A turn with `weight` 0, as OpenAI has it, is not
-            learned.
-        loss_on_turns: "all" turns of the assistant, or the "last" alone.
-        tools: descriptions of functions, for templates that show them.
-        variables: of the chat template, before its defaults.
+      messages: `role` and `content` (text) each; the last is the assistant's. A turn with `weight` 0, as OpenAI has it, is not
+        learned.
+      loss_on_turns: "all" turns of the assistant, or the "last" alone.
+      tools: descriptions of functions, for templates that show them.
+      variables: of the chat template, before its defaults.
 
     Raises:
-        BadRecord: the conversation does not end with a reply, a learned turn says nothing, a message holds a control token; the
-            template reads no such variable or no tools, or leaves out calls, or a message of another role than user and
-            assistant; or it changes an earlier turn when later ones follow (as templates do that take out its thinking), so that
-            what is learned is not what was said.
-        UserError: a tokenizer without template or end token.
+      BadRecord: the conversation does not end with a reply, a learned turn says nothing, a message holds a control token; the
+        template reads no such variable or no tools, or leaves out calls, or a message of another role than user and
+        assistant; or it changes an earlier turn when later ones follow (as templates do that take out its thinking), so that
+        what is learned is not what was said.
+      UserError: a tokenizer without template or end token.
     """
     _require_template(tokenizer)
     end = end_token_id(tokenizer)
@@ -95,10 +95,10 @@ def _reply_span(
     """Where in the whole conversation a learned turn starts, behind its prompt, and where its end token does.
 
     Args:
-        done: where the turn before ends.
+      done: where the turn before ends.
 
     Raises:
-        BadRecord: as `from_messages`.
+      BadRecord: as `from_messages`.
     """
     prompt = _render(tokenizer, messages[:number], beside, generation_prompt=True)
     if not whole.startswith(prompt) or len(prompt) < done:
@@ -134,7 +134,7 @@ def up_to_each_turn(messages: Sequence[Message]) -> list[list[Message]]:
     is then learned behind the very prompt that a decoder is given, also where a template writes it otherwise once others follow.
 
     Raises:
-        BadRecord: the conversation does not end with a reply, or all of its turns have weight 0.
+      BadRecord: the conversation does not end with a reply, or all of its turns have weight 0.
     """
     return [[*messages[: number + 1]] for number in _learned_turns(messages, "all")]
 
@@ -159,8 +159,8 @@ def prompt_of(
     reply, for the next one.
 
     Raises:
-        BadRecord: no message is left, a message holds a control token, or as `write_prompt`.
-        UserError: a tokenizer without template.
+      BadRecord: no message is left, a message holds a control token, or as `write_prompt`.
+      UserError: a tokenizer without template.
     """
     before = messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
     if not before:
@@ -179,8 +179,8 @@ def write_prompt(
     """A conversation as the chat template writes it, up to where the next reply begins.
 
     Raises:
-        BadRecord: the template refuses it, leaves a message or a call out, or reads no such variable or no tools.
-        UserError: a tokenizer without template.
+      BadRecord: the template refuses it, leaves a message or a call out, or reads no such variable or no tools.
+      UserError: a tokenizer without template.
     """
     _require_template(tokenizer)
     beside = _beside(tokenizer, tools, variables)

@@ -25,7 +25,7 @@ def read_variables(text: str, name: str) -> dict[str, Any]:
     """The variables that a JSON object holds.
 
     Raises:
-        UserError: it is none; beginning with `name`.
+      UserError: it is none; beginning with `name`.
     """
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
@@ -40,10 +40,10 @@ def beside_messages(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any] | N
     """What the chat template is given beside messages, as arguments of `apply_chat_template`.
 
     Args:
-        tools: descriptions of functions.
+      tools: descriptions of functions.
 
     Raises:
-        UserError: the template does not read it.
+      UserError: the template does not read it.
     """
     _require_read(tokenizer, variables, "chat_template_kwargs")
     if tools and not _reads(tokenizer, "tools"):
@@ -70,7 +70,7 @@ def with_defaults(tokenizer: PreTrainedTokenizerBase, variables: Variables, name
     They are written into the template itself, as Jinja, so they stay with it wherever it is saved and read.
 
     Raises:
-        UserError: the template does not read one of them; beginning with `name`.
+      UserError: the template does not read one of them; beginning with `name`.
     """
     _require_read(tokenizer, variables, name)
     # What JSON holds is written in Python as in Jinja. Jinja drops the line end behind a block, as transformers sets it up.

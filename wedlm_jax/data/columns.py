@@ -36,7 +36,7 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
     """The columns that make a document, of those there are: one of text or of messages, or a prompt and its completion.
 
     Raises:
-        BadRecord: one that the config names is missing; or it names none, and not one kind is found by its usual names.
+      BadRecord: one that the config names is missing; or it names none, and not one kind is found by its usual names.
     """
     names = list(names)
     found: list[tuple[Kind, tuple[str, ...]]] = []
@@ -116,7 +116,7 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     """The columns to read of a table: the same ones in every row, so a wrong name is no matter of records.
 
     Raises:
-        UserError: as `choose_columns`; or one of them is there twice.
+      UserError: as `choose_columns`; or one of them is there twice.
     """
     try:
         kind, chosen = choose_columns(config, names)

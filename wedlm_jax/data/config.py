@@ -74,7 +74,7 @@ class SourceConfig:
         """What several fields say together; at use, so that the order of overrides does not matter.
 
         Raises:
-            UserError: a field is set that the source does not read, or one is missing, or an unknown word.
+          UserError: a field is set that the source does not read, or one is missing, or an unknown word.
         """
         check_choices(self, name)
         for field in dataclasses.fields(self):
@@ -177,7 +177,7 @@ class DataConfig(SourceConfig):
         """The sources, checked: those of the mixture, else the one that this config names.
 
         Raises:
-            UserError: a source misses a field or has one that it does not read, or a mixture has no sources that can be mixed.
+          UserError: a source misses a field or has one that it does not read, or a mixture has no sources that can be mixed.
         """
         self.check()
         if self.source != "mixture":

@@ -51,8 +51,8 @@ class Documents:
     `num_groups`, and every group mixes the parts on its own, so its rows have the shares of the mixture too.
 
     Raises:
-        UserError: a source cannot be opened, a `document_end_id` is no token; on access, a bad record under
-            `on_bad_record="error"`.
+      UserError: a source cannot be opened, a `document_end_id` is no token; on access, a bad record under
+        `on_bad_record="error"`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
@@ -252,7 +252,7 @@ def with_end_token(tokenizer: PreTrainedTokenizerBase, end_token: str | None) ->
     """A tokenizer whose eos token is `end_token`; the given one where that is None.
 
     Raises:
-        UserError: the tokenizer has no such token.
+      UserError: the tokenizer has no such token.
     """
     if end_token is None:
         return tokenizer

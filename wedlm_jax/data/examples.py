@@ -37,11 +37,11 @@ def label_completion(
     these are learned even where all else is prompt. Unlike it, nothing is cut to a maximal length.
 
     Args:
-        tokens: the whole conversation, the end token of its last turn included.
-        prompt_length: how many of `tokens` are prompt.
-        num_end_tokens: end-of-turn targets, 8 in the official fine-tuning; 0 and 1 both append nothing.
-        end_token_id: the token that ends a turn.
-        document_id: as of an `Example`.
+      tokens: the whole conversation, the end token of its last turn included.
+      prompt_length: how many of `tokens` are prompt.
+      num_end_tokens: end-of-turn targets, 8 in the official fine-tuning; 0 and 1 both append nothing.
+      end_token_id: the token that ends a turn.
+      document_id: as of an `Example`.
     """
     extra = max(num_end_tokens - 1, 0)
     loss_mask = np.ones(len(tokens) + extra, bool)

@@ -15,12 +15,12 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     """A file, or the files in a folder and below it, or those and the folders' that a pattern (`code/**/*.py`) names; sorted.
 
     Args:
-        path: `~` is the home directory.
-        endings: of a folder only files with one of these, in letters of either case, are taken; None takes all. Hidden files
-            and folders are left out. A file that links lead to as well is taken once.
+      path: `~` is the home directory.
+      endings: of a folder only files with one of these, in letters of either case, are taken; None takes all. Hidden files
+        and folders are left out. A file that links lead to as well is taken once.
 
     Raises:
-        UserError: there is no such file, nothing to take, or a folder cannot be read.
+      UserError: there is no such file, nothing to take, or a folder cannot be read.
     """
     place = Path(path).expanduser()
     if place.is_file():

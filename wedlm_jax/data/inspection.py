@@ -66,11 +66,11 @@ def inspect(
     """Reads the stream up to `count` documents of its split, or one epoch, and packs them.
 
     Args:
-        num_groups: parts of a batch that are packed apart, as of `PackedBatches`.
-        num_rows: of each of them.
+      num_groups: parts of a batch that are packed apart, as of `PackedBatches`.
+      num_rows: of each of them.
 
     Raises:
-        UserError: a bad record under `on_bad_record="error"`.
+      UserError: a bad record under `on_bad_record="error"`.
     """
     groups: list[list[Example]] = [[] for _ in range(num_groups)]
     skipped: list[str] = []

@@ -138,7 +138,7 @@ def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, for `json.loads(..., object_pairs_hook=unrepeated)`, which by itself keeps the last of two values.
 
     Raises:
-        BadRecord: a key is there twice.
+      BadRecord: a key is there twice.
     """
     found = dict(pairs)
     if len(found) < len(pairs):

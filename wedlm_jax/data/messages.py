@@ -18,7 +18,7 @@ def read_messages(value: Any, column: str) -> list[dict[str, Any]]:
     arguments of calls as objects. What came out goes through unchanged.
 
     Raises:
-        BadRecord: `column` holds no messages, or one of them is not as it should be.
+      BadRecord: `column` holds no messages, or one of them is not as it should be.
     """
     if isinstance(value, Mapping):
         # A sequence of records, as tfds gives it, is one list for each key. Anything else is one message without its list.

@@ -42,10 +42,10 @@ def first_fit(lengths: Iterable[int], *, num_rows: int, row_length: int, block_s
     """The (row, start) of each document in turn, in the first row that still holds it; ends at the first that fits none.
 
     Args:
-        lengths: tokens of each document, 1 to `row_length`.
-        num_rows: B.
-        row_length: L, a multiple of `block_size`.
-        block_size: J; starts are multiples of it.
+      lengths: tokens of each document, 1 to `row_length`.
+      num_rows: B.
+      row_length: L, a multiple of `block_size`.
+      block_size: J; starts are multiples of it.
     """
     used = [0] * num_rows
     for length in lengths:
@@ -65,10 +65,10 @@ def pack(
     (`pipeline.Place`).
 
     Returns:
-        the batch [B, L] and how many examples it holds.
+      the batch [B, L] and how many examples it holds.
 
     Raises:
-        UserError: an example is empty or longer than a row, or `row_length` is not a multiple of `block_size`.
+      UserError: an example is empty or longer than a row, or `row_length` is not a multiple of `block_size`.
     """
     if row_length % block_size:
         raise UserError(

@@ -48,7 +48,7 @@ class PackedBatches(Iterator[PackedBatch]):
     a batch is the same however many processes share the groups.
 
     Raises:
-        UserError: on `next`, a bad record, or a split without documents; in training, a part of a mixture without any.
+      UserError: on `next`, a bad record, or a split without documents; in training, a part of a mixture without any.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PackedBatches(Iterator[PackedBatch]):
         """Goes on at a state of all groups, in the order of the processes. With `RECORDS` in it, the sources are held to that.
 
         Raises:
-            UserError: the state is of another number of groups or of records, of an earlier version or damaged.
+          UserError: the state is of another number of groups or of records, of an earlier version or damaged.
         """
         names = [field.name for field in dataclasses.fields(Place)]
         # `get_state` does not give them.
@@ -276,17 +276,17 @@ def batches(
     corrupted anew in each epoch.
 
     Args:
-        config: the data section of an experiment.
-        tokenizer: its end token closes turns, completions and texts, unless the config names another.
-        block_size: documents start on multiples of it.
-        batch_size: rows of a batch, over all processes.
-        seed: of the drawn problems and of the order.
-        split: "train" or "held_out".
-        process_index: which of the processes this is.
-        process_count: how many share a batch.
+      config: the data section of an experiment.
+      tokenizer: its end token closes turns, completions and texts, unless the config names another.
+      block_size: documents start on multiples of it.
+      batch_size: rows of a batch, over all processes.
+      seed: of the drawn problems and of the order.
+      split: "train" or "held_out".
+      process_index: which of the processes this is.
+      process_count: how many share a batch.
 
     Raises:
-        UserError: a source is missing or not of its format, or rows, groups and processes cannot be shared out.
+      UserError: a source is missing or not of its format, or rows, groups and processes cannot be shared out.
     """
     require_groups(config, batch_size, process_count)
     own = config.num_groups // process_count

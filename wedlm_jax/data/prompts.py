@@ -39,7 +39,7 @@ def leading_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed
     """Token ids [T] of the prompts of `config.self_generated`, in the order of the stream: held-out documents have no part.
 
     Raises:
-        UserError: a source cannot be opened, a bad record under `on_bad_record="error"`, or there is no prompt.
+      UserError: a source cannot be opened, a bad record under `on_bad_record="error"`, or there is no prompt.
     """
     assert config.self_generated is not None
     documents = Prompts(config, tokenizer, seed, "train")

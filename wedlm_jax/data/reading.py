@@ -38,7 +38,7 @@ class Reader:
         """`documents[start]`, `documents[start + step]`, ... without end.
 
         Raises:
-            UserError: a bad record, or a worker process that died.
+          UserError: a bad record, or a worker process that died.
         """
         if not self._num_workers:
             for index in itertools.count(start, step):

@@ -79,7 +79,7 @@ def plain(value: Any) -> Any:
     """A value of a record with lists and str for what tables give, numpy arrays and bytes; every str can be encoded.
 
     Raises:
-        BadRecord: one that cannot.
+      BadRecord: one that cannot.
     """
     if isinstance(value, str) and not value.isascii():
         try:

@@ -43,7 +43,7 @@ def open_source(
     """One part of `config.parts`.
 
     Raises:
-        UserError: a file or a column is missing, a file is empty or not of its format, or is held out and trained on.
+      UserError: a file or a column is missing, a file is empty or not of its format, or is held out and trained on.
     """
     if part.source == "quickstart_tasks":
         return Problems(split, seed, config.num_problems)
@@ -231,7 +231,7 @@ def require_source(part: SourceConfig) -> None:
     """What can be told of a source at once: its files are looked for and not read, a dataset is opened.
 
     Raises:
-        UserError: there is no such file, none of its kind, or no such dataset, or it misses a column or the package to read it.
+      UserError: there is no such file, none of its kind, or no such dataset, or it misses a column or the package to read it.
     """
     for of_split in {part, part.of_split("held_out")}:
         if part.source in _ENDINGS:

@@ -31,12 +31,12 @@ def code_files(split: Split, folder: str | Path | None = None, field: str = "dat
     """The `.py` files of one split, sorted by path.
 
     Args:
-        split: "train" or "held_out".
-        folder: another folder of code; None is the standard library of the running Python.
-        field: the config field or flag that names the folder, for messages.
+      split: "train" or "held_out".
+      folder: another folder of code; None is the standard library of the running Python.
+      field: the config field or flag that names the folder, for messages.
 
     Raises:
-        UserError: the folder does not exist or holds no file of this split, or a file is not UTF-8.
+      UserError: the folder does not exist or holds no file of this split, or a file is not UTF-8.
     """
     root = Path(folder or sysconfig.get_path("stdlib")).expanduser()
     if not root.is_dir():

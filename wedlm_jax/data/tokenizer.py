@@ -54,8 +54,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """Trains BPE merges on `texts`; the same texts give the same tokenizer, byte for byte.
 
     Args:
-        texts: the training texts, without special tokens.
-        vocab_size: the most tokens that it may have; fewer when the texts have no more pairs that occur twice.
+      texts: the training texts, without special tokens.
+      vocab_size: the most tokens that it may have; fewer when the texts have no more pairs that occur twice.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -100,7 +100,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
     """Reads the tokenizer of a directory of ours or of any HF model directory; runs no code from it. `~` is the home directory.
 
     Raises:
-        UserError: there is no tokenizer, or it cannot be read.
+      UserError: there is no tokenizer, or it cannot be read.
     """
     directory = Path(os.path.expanduser(directory))
     if not directory.is_dir():

@@ -23,7 +23,7 @@ def make_tokenizer(config: TokenizerConfig, data: DataConfig) -> PreTrainedToken
     """Loads the tokenizer that `config.path` names, else trains one on the training split. The seed of a run has no part.
 
     Raises:
-        UserError: it cannot be loaded; or the data are conversations or tokens, which need the tokenizer that they are for.
+      UserError: it cannot be loaded; or the data are conversations or tokens, which need the tokenizer that they are for.
     """
     if config.path is not None:
         return load_tokenizer(config.path)
