@@ -42,7 +42,14 @@ def new_state(params: dict[str, jax.Array], optimizer: OptimizerConfig) -> Train
     zero = jnp.zeros((), jnp.int32)
     base, adapter = split_adapter(params)
     trained, frozen = (adapter, base) if adapter else (base, {})
-    return TrainState(zero, trained, make_adamw(optimizer).init(trained), zero, zero, frozen)
+    return TrainState(
+        step=zero,
+        params=trained,
+        opt_state=make_adamw(optimizer).init(trained),
+        skipped=zero,
+        skipped_in_row=zero,
+        frozen=frozen,
+    )
 
 
 @functools.cache
