@@ -28,7 +28,9 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     if place.is_dir():
         found = _each_once(_below(place, endings))
         if not found:
-            kind = f"file that ends in {', '.join(endings)}" if endings else "file"
+            kind = (
+                f"file that ends in {', '.join(endings)}; a pattern takes others, as '{path}/*'" if endings else "file"
+            )
             raise UserError(f"{path}: the folder holds no {kind}")
         return found
     if glob.has_magic(path):
