@@ -101,7 +101,8 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
         metrics = {name.replace("mlm_loss", "distillation_loss"): value for name, value in metrics.items()}
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
     pairs = pairs_of_masks(streams, settings.objective.block_size) if settings.only_mask_rows else None
-    rows = row_metrics(batch, settings, runs=runs_of_tokens(streams, settings), loss_rows=loss_rows, of_masks=pairs)
+    runs, reach = runs_of_tokens(streams, settings), pattern_of(batch.segment_ids, settings).block_ranges()[1]
+    rows = row_metrics(batch, settings, runs=runs, reach=reach, loss_rows=loss_rows, of_masks=pairs)
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -149,6 +150,12 @@ def both_streams(
     return jax.lax.switch(least, [functools.partial(run, capacity) for capacity in capacities(read.shape[1])])
 
 
+def pattern_of(segment_ids: jax.Array, settings: StepSettings, kept: KeptBlocks | None = None) -> DualStream:
+    """Who sees whom; the single stream is one block a row."""
+    block_size = segment_ids.shape[1] if settings.objective.streams == "single" else settings.objective.block_size
+    return DualStream(segment_ids, block_size, settings.objective.in_block, kept)
+
+
 def wedlm_forward(
     params: Params,
     part: tuple[DualStreamBatch, LossWeights],
@@ -164,13 +171,11 @@ def wedlm_forward(
     streams, weights = part
     if kept is not None:
         streams, weights = streams.of_prediction(kept.take), weights._replace(mlm=kept.take(weights.mlm))
-    objective, transformer = settings.objective, transformer_from(settings.model, params)
-    block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
-    pattern = DualStream(streams.segment_ids, block_size, objective.in_block, kept)
+    transformer, pattern = transformer_from(settings.model, params), pattern_of(streams.segment_ids, settings, kept)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern, masked=streams.masked)
     carries_loss = jnp.concatenate([weights.ar, weights.mlm], axis=1) > 0
     token_losses = transformer.token_losses(hidden, streams.targets, carries_loss)
-    loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
+    loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=settings.objective.ar_loss_weight)
     return loss, parts | sums_by_ratio(token_losses, streams)
 
 
@@ -318,20 +323,24 @@ def row_metrics(
     *,
     runs: jax.Array,
     loss_rows: jax.Array,
+    reach: jax.Array | None = None,
     of_masks: tuple[jax.Array, jax.Array] | None = None,
 ) -> Metrics:
     """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
 
     Args:
-      runs: how often each token runs through the layers, int [] or [B, L]; each time it is counted as seeing what is before it in
-        its document, not what a bidirectional block sees behind it.
+      runs: how often each token runs, int [] or [B, L], each time seeing itself and what is before it in its document.
       loss_rows: rows whose logits a loss reads.
+      reach: int [B, L]: up to which place each token's copy in the prediction stream sees, that left out; None: there is none.
       of_masks: as `pairs_of_masks`, where an adapter of mask rows is trained, which makes gradients of these alone.
     """
     real = batch.segment_ids > 0
     tokens = jnp.sum(real)
     rows = jnp.where(real, runs.astype(jnp.float32), 0.0)
-    rows, pairs = jnp.sum(jnp.stack([rows, rows * (batch.positions + 1)]), axis=(1, 2))
+    pairs = rows * (batch.positions + 1)
+    if reach is not None:
+        pairs += jnp.where(real, rows - 1, 0.0) * (reach - 1 - jnp.arange(reach.shape[1]))
+    rows, pairs = jnp.sum(jnp.stack([rows, pairs]), axis=(1, 2))
     counts: dict[str, Any] = dict(rows=rows, loss_rows=loss_rows.astype(jnp.float32), attention_pairs=pairs)
     if of_masks is not None:
         distils = settings.objective.targets == "distill"
