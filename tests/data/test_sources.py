@@ -1,5 +1,6 @@
 """Every source on a small fixture: what it gives is what was written, with its place."""
 
+import collections
 import copy
 import csv
 import dataclasses
@@ -19,6 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from wedlm_jax.data import files
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches
@@ -252,6 +254,23 @@ def test_a_line_that_the_system_does_not_read_any_more_is_an_error_that_names_it
     monkeypatch.setattr(os, "pread", disk_fails)
     with pytest.raises(UserError, match=r"chat\.jsonl: cannot be read \(Input/output error\)"):
         documents[1]
+
+
+@pytest.mark.parametrize("source", ["chat", "tokens"])
+def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkeypatch, source):
+    """As systems are set up a process may have 1,024 open; also those of which it reads again in another epoch."""
+    monkeypatch.setattr(files, "_MOST_OPEN", 4)
+    monkeypatch.setattr(files, "_open", collections.deque())
+    for number in range(12):
+        if source == "chat":
+            write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
+        else:
+            np.save(tmp_path / f"{number}.npy", np.array([[number]]))
+    documents = Documents(config_of(tmp_path, source), tokenizer(), 0, "train")
+    read = [documents[index].examples[0].tokens.tolist() for index in range(2 * documents.epoch)]
+    assert sorted(read[:12]) == sorted(read[12:]) and len({str(one) for one in read}) == 12
+    held = "_file" if source == "chat" else "_array"
+    assert sum(getattr(one, held) is not None for one in documents._sources[0]._sources) == 4
 
 
 def test_text_of_files_and_of_jsonl(tmp_path):

@@ -18,6 +18,7 @@ import pyarrow
 
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import note_open
 from wedlm_jax.data.json_array import begins_array, elements
 from wedlm_jax.data.records import BadRecord, Raw, Record
 from wedlm_jax.errors import UserError, reading, reason, shown
@@ -67,9 +68,17 @@ class JsonLines:
         if (data := self._data()) is not None:
             return data[start:end].strip()
         with reading(self._path):
-            if self._file is None:
-                self._file = self._path.open("rb")
-            return os.pread(self._file.fileno(), end - start, start).strip()
+            return os.pread(self._opened().fileno(), end - start, start).strip()
+
+    def _opened(self) -> BinaryIO:
+        file = self._file
+        if file is None:
+            file = self._file = self._path.open("rb")
+            note_open(self)
+        return file
+
+    def let_go(self) -> None:
+        self._file = None  # closed once nobody reads it
 
     @property
     def begins_with_text(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import note_open
 from wedlm_jax.data.records import Raw, Record, Tokens
 from wedlm_jax.errors import UserError, reason
 
@@ -39,8 +40,12 @@ class TokenArray:
     def parse(self, index: int, raw: Raw) -> Record:
         return Tokens(raw, self._end)
 
+    def let_go(self) -> None:
+        self._array = None  # with its map, once no document is read from it
+
     def _opened(self) -> np.ndarray:
-        if self._array is None:
+        array = self._array
+        if array is None:
             try:
                 array = np.load(self._path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
@@ -51,4 +56,5 @@ class TokenArray:
             if not array.size:
                 raise UserError(f"{self._path}: the array is empty")
             self._array = array
-        return self._array
+            note_open(self)
+        return array
