@@ -157,6 +157,9 @@ def test_a_question_of_alpaca_s_goes_on_in_its_input(tmp_path, source):
     plain = dataclasses.replace(config, plain_prompt=True)
     assert epoch(plain) == sorted((question, answer + 2 * END) for question, answer in asked)
     if source == "parquet":
+        write(pyarrow.Table.from_pylist([{**ALPACA[0], "history": [["a", "b"]]}]), path)
+        with pytest.raises(BadRecord, match="history holds earlier turns, which are not read beside instruction"):
+            epoch(config)
         write(pyarrow.Table.from_pylist([{**ALPACA[0], "text": "the lake"}]), path)
         assert epoch(config) == [("", f"the lake{END}")]
 

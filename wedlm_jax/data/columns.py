@@ -20,6 +20,7 @@ _USUAL: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 )
 # Alpaca's, whose question may go on in `input`; where nothing else is found, since its tables often have a `text` as well.
 _ALPACA, _INPUT = ("instruction", "output"), "input"
+_HISTORY = "history"  # and earlier turns beside them, as some have it
 _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "chat": ("messages", "completion"),
     "text": ("text",),
@@ -88,8 +89,11 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
         return Text(texts[0])
-    if _goes_on_in_input(config, columns) and (more := plain(fields.get(_INPUT))):
-        texts[0] += f"\n{_text(more, _INPUT)}"
+    if _are_alpaca(config, columns):
+        if fields.get(_HISTORY):
+            raise BadRecord(f"{_HISTORY} holds earlier turns, which are not read beside {columns[0]}; write messages")
+        if more := plain(fields.get(_INPUT)):
+            texts[0] += f"\n{_text(more, _INPUT)}"
     if config.plain_prompt:
         if beside := [name for name in _BESIDE_MESSAGES if fields.get(name)]:
             raise BadRecord(f"{beside[0]} is for the chat template; leave it out, or data.plain_prompt")
@@ -97,7 +101,7 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     return _chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}], fields)
 
 
-def _goes_on_in_input(config: SourceConfig, columns: Sequence[str]) -> bool:
+def _are_alpaca(config: SourceConfig, columns: Sequence[str]) -> bool:
     """Whether the columns are Alpaca's, found and not named: those that are named are all that is read."""
     return config.prompt_column is None and tuple(columns) == _ALPACA
 
@@ -136,8 +140,8 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     if twice := [name for name in chosen if names.count(name) > 1]:
         raise UserError(f"{place}: the column {twice[0]!r} is there twice; take one out")
     beside = () if kind == "text" else _BESIDE_MESSAGES
-    if _goes_on_in_input(config, chosen):
-        beside = (_INPUT, *beside)
+    if _are_alpaca(config, chosen):
+        beside = (_INPUT, _HISTORY, *beside)
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 
