@@ -135,7 +135,7 @@ class JsonLines:
         return self._offsets, self._records
 
     def _whole(self) -> bytes:
-        return b"".join(self._chunks())
+        return self._path.read_bytes() if (data := self._data()) is None else data
 
     def _chunks(self) -> Iterator[bytes]:
         if (data := self._data()) is not None:
