@@ -13,12 +13,13 @@ from wedlm_jax.errors import UserError, reason
 # Lenient, since it only finds where elements end: a line end within a text, or a number of thousands of digits, is for who reads
 # that one record.
 _DECODER = json.JSONDecoder(strict=False, parse_int=float)
+_HEAD = 4096  # bytes in which a file says what it is
 _SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def begins_array(head: bytes) -> bool:
     """Whether a file that begins so is one array: no line of JSONL begins with a bracket."""
-    return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    return head[:_HEAD].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def elements(data: bytes, path: Path) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -91,7 +92,7 @@ class JsonLines:
 
     def _first_element(self) -> bytes:
         """Read without those behind it: where one of these is broken, the array is still one of records."""
-        start, end = next(elements(data := self._whole(), self._path), (0, 0))
+        start, end = next(elements(data := b"".join(self._chunks()), self._path), (0, 0))
         return data[start:end]
 
     def parse(self, index: int, raw: Raw) -> Record:
@@ -127,15 +128,15 @@ class JsonLines:
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         if self._offsets is None or self._records is None:
             with reading(self._path):
+                chunks = self._chunks()
+                first = next(chunks, b"")
+                self._is_array = begins_array(first)  # so that no file is opened twice
                 if self._is_array:
-                    self._offsets = np.array([*elements(self._whole(), self._path)], np.int64).reshape(-1)
+                    self._offsets = np.array([*elements(b"".join((first, *chunks)), self._path)], np.int64).reshape(-1)
                     self._records = np.arange(0, len(self._offsets), 2)
                 else:
-                    self._offsets, self._records = _line_offsets(self._chunks())
+                    self._offsets, self._records = _line_offsets(itertools.chain((first,), chunks))
         return self._offsets, self._records
-
-    def _whole(self) -> bytes:
-        return self._path.read_bytes() if (data := self._data()) is None else data
 
     def _chunks(self) -> Iterator[bytes]:
         if (data := self._data()) is not None:
