@@ -221,6 +221,15 @@ def test_an_empty_shard_is_none_and_all_empty_are_told(tmp_path):
     assert "f.jsonl.gz: cannot be decompressed, it is cut off or damaged" in told(config_of(tmp_path))
 
 
+@pytest.mark.parametrize("empty", [np.zeros(0, int), np.zeros((0, 3), int), np.zeros((3, 0), int)])
+def test_an_empty_array_of_tokens_among_others_is_none(tmp_path, empty):
+    np.save(tmp_path / "a.npy", empty)
+    assert told(config_of(tmp_path, "tokens")) == f"{tmp_path}: the array is empty"
+    np.save(tmp_path / "b.npy", np.array([4, 5]))
+    documents = Documents(config_of(tmp_path, "tokens"), tokenizer(), 0, "train")
+    assert documents.epoch == 1 and documents[0].examples[0].tokens.tolist() == [4, 5]
+
+
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
     path = write_lines(tmp_path / "chat.jsonl", ["{"] * 5)
     with pytest.raises(

@@ -35,6 +35,7 @@ _ENDINGS: Mapping[str, tuple[str, ...] | None] = {
 }
 _EMPTY: Mapping[str, str] = {  # what is said where all files are; among others an empty one is none
     "text": "the text is empty",
+    "tokens": "the array is empty",
     **dict.fromkeys(("chat", "completions"), "the file is empty; a record is one object on a line, or of one array"),
 }
 _SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
