@@ -48,7 +48,7 @@ _HAVE_NO_PROMPTS = (*_LEARNED_WHOLE, "completions")  # that could be completed a
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """One source of documents. Columns are keys of a JSONL record or columns of a table."""
+    """One source of documents. Columns are keys of a JSON record or columns of a table."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  a key that nothing reads is an error in a mixture too
 

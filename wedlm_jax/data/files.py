@@ -13,9 +13,8 @@ from typing import Protocol
 
 from wedlm_jax.errors import UserError, reason
 
-_MOST_OPEN = (
-    256  # files of data; a process may have 1,024 open in all where nobody has raised that, and a corpus more shards
-)
+# Files of data: a process may have 1,024 open in all where nobody has raised that, and a corpus has more shards.
+_MOST_OPEN = 256
 
 
 class Holder(Protocol):
@@ -51,9 +50,8 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     if place.is_dir():
         found = _each_once(_below(place, endings))
         if not found:
-            kind = (
-                f"file that ends in {', '.join(endings)}; a pattern takes others, as '{path}/*'" if endings else "file"
-            )
+            others = f"; a pattern takes others, as '{path}/*'"
+            kind = f"file that ends in {', '.join(endings)}{others}" if endings else "file"
             raise UserError(f"{path}: the folder holds no {kind}")
         return found
     if glob.has_magic(path):

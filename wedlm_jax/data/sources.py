@@ -81,8 +81,8 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     # In a folder such a file may be meant so, as code with its package.json.
     if isinstance(sources[0], TextFile) and path.lower().endswith(_SYNTAX) and Path(path).expanduser().is_file():
         warnings.warn(
-            f"{path} is learned as plain text, commas, quotes and brackets too; of a table data.source=csv reads the columns, "
-            "of JSON objects with a text are, one a line or all in one array",
+            f"{path} is learned as plain text, commas, quotes and brackets too; data.source=csv reads the columns of a table, "
+            "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
     if not any(map(len, sources)):
