@@ -168,6 +168,14 @@ def test_objects_of_several_lines_are_told_whichever_line_is_met_first(tmp_path)
     )
 
 
+def test_an_object_around_the_array_is_told_how_to_take_off(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"version": 1, "data": GOOD}))
+    assert "; where 'data' holds the records, `jq .data` writes them as the array that is read" in told(config_of(path))
+    path.write_text(json.dumps({"tools": [{"type": "function"}], "messages": [{"role": "bot", "content": "x"}]}))
+    assert "jq" not in told(config_of(path))
+
+
 @pytest.mark.parametrize(
     ("element", "reason"),
     [

@@ -107,7 +107,18 @@ class JsonLines:
             raise BadRecord(f"broken JSON ({what}){self._hint()}") from None
         if not isinstance(fields, dict):
             raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}{self._hint()}")
-        return read_record(fields, self._config)
+        try:
+            return read_record(fields, self._config)
+        except BadRecord as error:
+            raise BadRecord(f"{error}{self._hint_of_key(fields)}") from None
+
+    def _hint_of_key(self, fields: dict[str, Any]) -> str:
+        """For the one object of a file that has the array of all records under a key: objects, and neither messages nor tools."""
+        for key, value in fields.items() if len(self) == 1 else ():
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, dict) and not {"role", "from", "type"} & first.keys():
+                return f"; where {shown(key)} holds the records, `jq .{key}` writes them as the array that is read"
+        return ""
 
     def _hint(self) -> str:
         """For a bad line of a file that is no JSONL: text, or objects over several lines."""
