@@ -42,12 +42,12 @@ from wedlm_jax.model.config import DType, Remat
 from wedlm_jax.model.patterns import DualStream
 from wedlm_jax.ops.attention import Implementation
 from wedlm_jax.sharding import MeshConfig, make_mesh
+from wedlm_jax.step_metrics import row_metrics
 from wedlm_jax.train_state import from_seed
 from wedlm_jax.train_step import (
     StepSettings,
     both_streams,
     corrupted_streams,
-    row_metrics,
     runs_of_tokens,
     update,
     wedlm_forward,
@@ -195,7 +195,7 @@ def measure(flags: Flags, length: int) -> tuple[list[tuple[str, ...]], str]:
         )
         for name, m in measured.items()
     ]
-    useful = float(row_metrics(batch, settings, runs=runs, loss_rows=loss_rows)["useful_flops"])
+    useful = float(row_metrics(batch, model, runs=runs, loss_rows=loss_rows)["useful_flops"])
     parameters = sum(x.size for x in jax.tree.leaves(state.params))
     line = (
         f"L = {length:,}: {parameters / 1e6:,.1f}M parameters, {int(loss_rows):,} rows with a loss; {useful / 1e9:,.1f} useful "

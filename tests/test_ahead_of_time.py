@@ -108,11 +108,33 @@ def test_gpus_are_counted_by_machine(topology):
 
 
 @pytest.mark.parametrize(
-    "topology", ["h100:0", "h100:2x2x2", "h100", "v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", ""]
+    "topology",
+    ["h100:0", "h100:2x2x2", "h100", "v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", "v5e:0x4", ""],
 )
 def test_an_unknown_topology_is_named_with_the_known_ones(topology):
     message = message_of(compile_only, EXPERIMENT, topology)
     assert f"topology {topology!r} is unknown" in message and all(kind in message for kind in CHIPS)
+
+
+@pytest.mark.parametrize(
+    ("topology", "known"),
+    [
+        ("v5e:100x100", "those of v5e are AxB up to 16x16, such as 1x1, 2x2 and 2x4"),
+        ("v6e:16x32", "up to 16x16"),
+        ("v5e:2x4x4", "AxB"),
+        ("v5p:4x4", "those of v5p are AxBxC up to 16x20x28, such as 2x2x1"),
+        ("v5p:4x4x64", "up to 16x20x28"),
+    ],
+)
+def test_a_slice_that_is_nowhere_is_refused_with_those_that_are(topology, known):
+    """libtpu would compile for it."""
+    message = message_of(EXPERIMENT, topology)
+    assert message.startswith(f"--compile-only {topology}: no such slice; ") and known in message
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5e:8x16", "v5e:16x8", "v5p:2x2x1", "v5p:28x20x16", "v6e:16x16"])
+def test_a_slice_is_one_along_any_side(topology):
+    assert canonical(topology) == topology
 
 
 def test_missing_libtpu_is_told_with_its_command(monkeypatch, capsys):

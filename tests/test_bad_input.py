@@ -199,7 +199,7 @@ DATA = {
     ),
     "broken JSON": bad_chat('{"messages": [', r"broken JSON \(Expecting value, column 15\)"),
     "bytes that are no text": bad_chat(b'{"messages": "\xff"}', r"not UTF-8 \(byte 14 of the line\)"),
-    "no known key": bad_chat('{"dialog": []}', "none of messages, conversations, prompt with completion is there"),
+    "no known key": bad_chat('{"dialog": []}', "none of messages, conversations, prompt with completion, instruction"),
     "an unknown role": bad_chat('{"messages": [{"role": "bot", "content": "x"}]}', "message 0: the role 'bot' is unknown"),
     "no reply": bad_chat('{"messages": [{"role": "user", "content": "x"}]}', "the last message must be the assistant's"),
     "a control token": bad_chat(

@@ -87,3 +87,18 @@ def test_what_is_left_out_is_told_once_and_at_the_end_with_its_first_reason(expe
         f"warning: {numbers['skipped_records']} of the {one.records_read} records read so far are left out, the first: "
     )
     assert "texts.jsonl:" in first and "broken JSON" in first
+
+
+def test_the_first_record_that_was_left_out_is_told_where_a_run_goes_on(experiment, capsys):
+    """A checkpoint of an earlier version does not say."""
+    one = stream(experiment)
+    for _ in range(4):
+        next(one)
+    assert one.first_skipped is not None
+    place = json.loads(json.dumps(progress_of(one).place()))
+    for known in (True, False):
+        again = stream(experiment)
+        again.set_state(place if known else {k: v for k, v in place.items() if k != "first_skipped"})
+        progress_of(again).numbers()
+        told = f", the first: {one.first_skipped}" if known else ""
+        assert capsys.readouterr().err.endswith(f"records read so far are left out{told}\n")

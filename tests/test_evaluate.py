@@ -1,5 +1,6 @@
 """`python -m wedlm_jax.evaluate`: from two trained workdirs to table, JSON, plot and one coloured decode."""
 
+import dataclasses
 import io
 import json
 import re
@@ -29,6 +30,7 @@ from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
+from wedlm_jax.results import digest_of_file
 from wedlm_jax.train import train
 from wedlm_jax.train_state import new_state
 
@@ -177,6 +179,8 @@ def test_another_step_of_an_experiment_is_evaluated_by_name_in_a_folder_of_its_o
     assert (step.title, newest.title) == ("adapted@1", "adapted")
     assert (step.out, newest.out) == (workdir / "evaluation@1", workdir / "evaluation")
     assert [command.as_results(plan, [])["step"] for plan in (step, newest)] == [1, 2]
+    asked = dataclasses.replace(newest, config=dataclasses.replace(newest.config, questions=str(file)))
+    assert command.as_results(asked, [])["questions_sha256"] == digest_of_file(file)
     part = command.plan_experiment(command.Evaluate(workdir=workdir, task="counting", limit=2), f"{file}:adapted")
     assert part.out == workdir / "evaluation-counting-2"  # what a study reads is the whole one
 

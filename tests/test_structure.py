@@ -22,7 +22,10 @@ FLOORS = (
     {"sharding"},
     {"model", "diffusion", "data"},
     {"objective"},
-    {"optimizer", "train_state", "mask_training", "train_step", "hf", "model_file", "checkpoint", "metrics", "decode"},
+    {
+        *("optimizer", "train_state", "mask_training", "step_metrics", "train_step"),
+        *("hf", "model_file", "checkpoint", "metrics", "decode"),
+    },
     {"model_path"},
     {"engine", "pretrained", "baselines", "absent_devices"},
     {"evals", "model_flags", "study", "train_config"},
@@ -39,6 +42,7 @@ ON_ONE_FLOOR = {
     ("errors", "version"),  # every command answers --version
     ("train_step", "optimizer"),  # the update
     ("train_step", "train_state"),
+    ("train_step", "step_metrics"),
     ("train_step", "mask_training"),  # the gradients of an adapter of mask rows
     ("train_state", "optimizer"),  # holds its state
     ("checkpoint", "train_state"),  # what is saved

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -16,7 +17,7 @@ from wedlm_jax.checkpoint import refuse_unfit_path
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.sweep import settings_of
 from wedlm_jax.experiment import list_experiments, load_experiment, load_named
-from wedlm_jax.results import write_json
+from wedlm_jax.results import digest_of_file, write_json
 from wedlm_jax.study import Curve, Measure, Stage, Study, run_study
 from wedlm_jax.study.design import folder_name
 from wedlm_jax.workdir import checked_workdir
@@ -63,6 +64,8 @@ class Commands:
                 "evaluation": self.evaluation,
                 "step": self.step,
             }
+            if questions := self.evaluation.get("questions"):
+                results["questions_sha256"] = digest_of_file(Path(questions))
             write_json(folder / "evaluation" / "results.json", results)
 
 
@@ -187,6 +190,20 @@ def test_what_was_evaluated_before_its_training_came_to_its_end_is_evaluated_aga
     assert again.evaluations == console.file.getvalue().count("results.json: evaluated anew (step: 1 -> 2)") == 4
     run_study(STUDY, tmp_path, same, QUIET)
     assert same.evaluations == 0
+
+
+def test_questions_that_were_changed_in_their_file_are_asked_again_and_said(tmp_path):
+    """A file that is gone, or results of an earlier version, tell nothing."""
+    file, workdir = tmp_path / "qa.jsonl", tmp_path / "study"
+    file.write_text("one")
+    asked = functools.partial(Commands, questions=str(file))
+    run_study(STUDY, workdir, asked(), QUIET)
+    for content, evaluations in (("two", 4), ("two", 0), (None, 0)):
+        file.unlink() if content is None else file.write_text(content)
+        console, again = Console(file=io.StringIO(), width=200), asked()
+        run_study(STUDY, workdir, again, console)
+        said = f"results.json: evaluated anew ({file} holds others)"
+        assert again.evaluations == console.file.getvalue().count(said) == evaluations
 
 
 def test_results_that_do_not_name_a_setting_are_kept(tmp_path):

@@ -23,15 +23,13 @@ from wedlm_jax.model_file import ModelFile
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.ops.attention import ranges
 from wedlm_jax.program_costs import matmul_flops
+from wedlm_jax.step_metrics import LOSS_BY_RATIO, masked_by_ratio, sums_by_ratio
 from wedlm_jax.train_state import new_state
 from wedlm_jax.train_step import (
-    LOSS_BY_RATIO,
     StepSettings,
     ar_step,
     compile_step,
     corrupted_streams,
-    masked_by_ratio,
-    sums_by_ratio,
     wedlm_forward,
     wedlm_step,
 )

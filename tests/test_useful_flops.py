@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.tiny_training import MODEL, SETTINGS, fresh_state, one_device_mesh, packed_batch
 from wedlm_jax.diffusion.dual_stream import next_token_targets, visibility
@@ -18,19 +19,22 @@ def useful_flops(step, settings: StepSettings, state, batch) -> float:
     return jax.jit(lambda state, batch: step(state, batch, settings=settings)[1]["useful_flops"])(state, batch)
 
 
-def test_useful_flops_are_those_of_the_parameters_the_losses_and_the_visible_pairs():
+@pytest.mark.parametrize("in_block", ["causal", "bidirectional"])
+def test_useful_flops_are_those_of_the_parameters_the_losses_and_the_visible_pairs(in_block):
+    settings = dataclasses.replace(SETTINGS, objective=dataclasses.replace(SETTINGS.objective, in_block=in_block))
     batch = packed_batch()
-    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, SETTINGS)
+    streams = jax.jit(corrupted_streams, static_argnums=2)(jnp.int32(0), batch, settings)
     real = batch.segment_ids > 0
-    seen = np.asarray(visibility(jnp.asarray(batch.segment_ids), block_size=4))
+    seen = np.asarray(visibility(jnp.asarray(batch.segment_ids), block_size=4, in_block=in_block))
     both = np.concatenate([real, real], axis=1)
     pairs = (seen & both[:, :, None] & both[:, None, :]).sum()
     layers = sum(x.size for name, x in fresh_state().params.items() if name != "embed.embedding")
     heads = MODEL.num_layers * MODEL.num_heads * MODEL.head_dim
     loss_rows = streams.labelled.sum() + streams.masked.sum()
     expected = 6 * layers * 2 * real.sum() + 6 * 320 * 16 * loss_rows + 12 * heads * pairs
-    np.testing.assert_allclose(useful_flops(wedlm_step, SETTINGS, fresh_state(), batch), expected, rtol=1e-6)
-    expected = 6 * layers * real.sum() + 6 * 320 * 16 * streams.labelled.sum() + 12 * heads * pairs / 2
+    np.testing.assert_allclose(useful_flops(wedlm_step, settings, fresh_state(), batch), expected, rtol=1e-6)
+    pairs = (seen & both[:, :, None] & both[:, None, :])[:, : real.shape[1]].sum()
+    expected = 6 * layers * real.sum() + 6 * 320 * 16 * streams.labelled.sum() + 12 * heads * pairs
     np.testing.assert_allclose(useful_flops(ar_step, SETTINGS, fresh_state(), batch), expected, rtol=1e-6)
 
 

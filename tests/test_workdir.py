@@ -123,6 +123,23 @@ def test_a_run_whose_experiment_says_nothing_of_its_model_may_go_on_with_another
         refuse(folder, (), ("model.remat=full", "model.dtype=bfloat16"))
 
 
+def test_held_out_documents_may_lie_in_another_place_unless_losses_of_them_are_compared(folder):
+    """All of data.path is trained on either way; without such a place some of it is held out."""
+    began, moved = "data.held_out_path=valid.jsonl", "data.held_out_path=elsewhere/valid.jsonl"
+    mixture = 'data.mixture=[{{"source": "text", "path": "a", "held_out_path": "{0}"}}]'
+    refuse(folder, (began,), (moved,))
+    refuse(folder, ("data.source=mixture", mixture.format("a")), ("data.source=mixture", mixture.format("b")))
+    for before, now in ((began, "name=run"), ("name=run", began)):
+        with pytest.raises(UserError, match=r"another experiment \(data.held_out_path: (None -> )?a place of its own"):
+            refuse(folder, (before,), (now,))
+    compares = ("train.eval_every=2", "train.checkpoint_every=2", "train.best_metric=validation_ar_loss")
+    refuse(folder, (began, *compares), ("data.held_out_path=./valid.jsonl", *compares))
+    for now, name in ((moved, "data.held_out_path"), ("train.eval_batches=9", "train.eval_batches")):
+        with pytest.raises(UserError, match=f"run: {name}: .* -> .*compares the losses .* set train.best_metric=none"):
+            refuse(folder, (began, *compares), (began, *compares, now))
+        refuse(folder, (began, *compares), (began, now))
+
+
 def test_the_model_to_start_from_may_be_spelled_otherwise_where_a_run_goes_on(folder, monkeypatch):
     """As by a shell that completes it with a slash; it is not read again. A name on a hub is told as it is."""
     monkeypatch.chdir(folder)
@@ -138,7 +155,7 @@ def test_the_model_to_start_from_may_be_spelled_otherwise_where_a_run_goes_on(fo
 def test_losses_of_other_held_out_batches_do_not_decide_which_checkpoint_is_the_best(folder):
     """The first ones over more of them would win or lose by which rows these are."""
     best = ("train.eval_every=500", "train.best_metric=validation_ar_loss")
-    with pytest.raises(UserError, match=r"eval_batches=4 -> 9, .* set train.best_metric=none"):
+    with pytest.raises(UserError, match=r"eval_batches: 4 -> 9, .* set train.best_metric=none"):
         refuse(folder, best, (*best, "train.eval_batches=9"))
     for begun, now in (
         (best, ("train.eval_every=500",)),

@@ -26,6 +26,7 @@ class Chip:
     hbm_bandwidth: float  # bytes/s
     links: str  # how chips are linked
     link_bandwidth: float  # bytes/s that it can send over all its links
+    pod: tuple[int, ...] = ()  # of a TPU the chips of its largest slice along each side; libtpu itself knows no end
     gpu: Gpu | None = None  # None: a TPU
 
     @property
@@ -54,12 +55,12 @@ AMPERE = Gpu((8, 0), multiprocessors=108, clock_ghz=1.41, l2_cache=40 * 2**20, s
 # cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), nvidia.com/data-center; read in November 2026. NVLink's
 # sheets count both directions.
 CHIPS = {
-    "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, "ICI", 1600e9 / 8),
-    "v5p": Chip("TPU v5", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8),
-    "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8),
-    "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, AMPERE),
-    "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, HOPPER),
-    "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, HOPPER),
+    "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, "ICI", 1600e9 / 8, (16, 16)),
+    "v5p": Chip("TPU v5", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8, (16, 20, 28)),
+    "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8, (16, 16)),
+    "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, gpu=AMPERE),
+    "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, gpu=HOPPER),
+    "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, gpu=HOPPER),
 }
 ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
 
@@ -77,13 +78,22 @@ def canonical(topology: str) -> str:
     kind, _, shape = topology.partition(":")
     kind = ALIASES.get(kind, kind)
     gpu = kind in CHIPS and CHIPS[kind].gpu is not None
-    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"\d+(x\d+){1,2}", shape):
+    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         known = ", ".join([*CHIPS, *ALIASES])
         raise UserError(
-            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 or, of two "
-            f"machines, h100:2x8, with KIND of {known}"
+            f"--compile-only: topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 "
+            f"or, of two machines, h100:2x8, with KIND of {known}"
         )
+    sides, pod = sorted(map(int, shape.split("x"))), CHIPS[kind].pod
+    if pod and (len(sides) != len(pod) or any(side > most for side, most in zip(sides, pod, strict=True))):
+        raise UserError(f"--compile-only {topology}: no such slice; {_slices(kind)}")
     return f"{kind}:{shape}"
+
+
+def _slices(kind: str) -> str:
+    pod = CHIPS[kind].pod
+    sides, some = ("AxB", "1x1, 2x2 and 2x4") if len(pod) == 2 else ("AxBxC", "2x2x1, 2x2x2 and 2x4x4")
+    return f"those of {kind} are {sides} up to {'x'.join(map(str, pod))}, such as {some}"
 
 
 def devices(topology: str) -> list[jax.Device]:
@@ -113,7 +123,8 @@ def _tpus(topology: str) -> list[jax.Device]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has
         reason = str(error).partition("\n")[0]
-        raise UserError(f"topology {topology}: libtpu knows no such slice ({reason})") from None
+        kind = topology.partition(":")[0]
+        raise UserError(f"--compile-only {topology}: libtpu knows no such slice ({reason}); {_slices(kind)}") from None
 
 
 def _gpus(chip: Chip, gpu: Gpu, shape: str) -> list[jax.Device]:

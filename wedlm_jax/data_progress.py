@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from wedlm_jax.data.pipeline import RECORDS, PackedBatches
+from wedlm_jax.data.pipeline import FIRST_SKIPPED, RECORDS, PackedBatches
 from wedlm_jax.distributed import all_gather, is_main
 from wedlm_jax.resuming import DIGESTS
 
@@ -32,11 +32,12 @@ class DataProgress:
         records = zip(self._stream.names, self._stream.records, strict=True)
         return f"an epoch is {', '.join(f'{count:,} records of {name}' for name, count in records)}"
 
-    def place(self) -> dict[str, list[Any]]:
-        """The iterators' states of all groups, in their order, the number of records of each source, and the digests of some; all
-        processes must call it."""
+    def place(self) -> dict[str, Any]:
+        """The iterators' states of all groups, in their order, the number of records of each source, the digests of some, and the
+        first bad one that was left out, as the process knows it that writes this down; all processes must call it."""
         places = {name: self._of_shares(x).reshape(-1).tolist() for name, x in self._stream.get_state().items()}
-        return {**places, RECORDS: self._stream.records, DIGESTS: self._digests}
+        first = {} if (skipped := self._stream.first_skipped) is None else {FIRST_SKIPPED: skipped}
+        return {**places, RECORDS: self._stream.records, DIGESTS: self._digests, **first}
 
     def numbers(self, *, last: bool = False) -> dict[str, float | int]:
         """`epoch`, and where bad records may be left out `skipped_records`, those of all groups; then all processes must call it,

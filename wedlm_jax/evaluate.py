@@ -51,7 +51,7 @@ from wedlm_jax.model.int8 import in_int8
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
-from wedlm_jax.results import make_folder, save_figure, tell_written, write_json, write_results
+from wedlm_jax.results import digest_of_file, make_folder, save_figure, tell_written, write_json, write_results
 from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
@@ -217,7 +217,10 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def as_results(plan: Plan, rows: Sequence[Row]) -> dict[str, Any]:
-    told = {"evaluation": dataclasses.asdict(plan.config), "step": plan.step}  # a study looks whether they are others
+    # A study looks whether they are others.
+    told: dict[str, Any] = {"evaluation": dataclasses.asdict(plan.config), "step": plan.step}
+    if plan.config.questions is not None:
+        told["questions_sha256"] = digest_of_file(Path(plan.config.questions).expanduser())
     how = told if plan.experiment is not None else scored_by(plan.config)
     return {
         "name": plan.title, **how, **ran(next(iter(plan.models.values())).config, plan.mesh),

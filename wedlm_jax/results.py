@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -74,6 +75,14 @@ def write_results(folder: Path, name: str, results: Any) -> None:
     write_json(folder / f"{name}.json", results)
     with writing(folder):
         (folder / f"{name}.png").unlink(missing_ok=True)
+
+
+def digest_of_file(file: Path) -> str | None:
+    """SHA-256 of what it holds, which tells whether what results were made from is still the same; None where it is gone."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def tell_written(console: Console, *paths: Path) -> None:

@@ -24,31 +24,37 @@ def refuse_another_experiment(experiment: Experiment, workdir: Path) -> None:
     """Raises a `UserError` that names the fields in which the run in `workdir` differs; where its data lie is for
     `refuse_other_data`."""
     saved = Experiment.load(workdir)
-    before, now = saved.train, experiment.train
-    if now.best_metric is not None and before.eval_every and now.eval_batches != before.eval_batches:
-        raise UserError(
-            f"{workdir}: train.eval_batches={before.eval_batches} -> {now.eval_batches}, but train.best_metric={now.best_metric} "
-            f"compares the losses that are there with those to come; leave it at {before.eval_batches}, or set "
-            "train.best_metric=none"
-        )
     if changed := differences(_with_places(saved), _with_places(experiment), FREE_TO_CHANGE):
         raise UserError(
             f"{workdir} holds a run of another experiment ({'; '.join(changed)}); "
             f"choose another --workdir, where model.path={workdir} goes on from its weights with a fresh optimizer and schedule, "
             f"or remove {workdir} to start again"
         )
+    compares = experiment.train.best_metric is not None and saved.train.eval_every
+    if compares and (changed := differences(_measured_of(saved), _measured_of(experiment))):
+        raise UserError(
+            f"{workdir}: {'; '.join(changed)}, but train.best_metric={experiment.train.best_metric} compares the losses that are "
+            "there with those to come; leave it as it was, or set train.best_metric=none"
+        )
+
+
+def _measured_of(experiment: Experiment) -> dict[str, Any]:
+    """What decides of which documents held-out losses are, of the fields that may be others where a run goes on."""
+    places = [_place(part.held_out_path) for part in (experiment.data, *experiment.data.mixture)]
+    return {"train.eval_batches": experiment.train.eval_batches, "data.held_out_path": ", ".join(filter(None, places))}
 
 
 def _with_places(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as a tree, with one spelling of its paths, and without those of data that are read again. The prompts of
-    self-generated text are not read again, so their path says which they are."""
+    """The experiment as a tree, with one spelling of its paths, and without those of data that are read again; that held-out
+    documents lie apart stays, since then no others are held out. The prompts of self-generated text are not read again, so their
+    path says which they are."""
     tree = experiment.to_dict()
     tree["model"] = tree["model"] or dataclasses.asdict(ModelOverrides())  # what none says, for one that now says more
     if (initial := tree["init_from"]) is not None and Path(split_step(initial)[0]).exists():  # and no name on a hub
         tree["init_from"] = _place(initial)
     tree["tokenizer"]["path"] = _place(tree["tokenizer"]["path"])
     for part in (tree["data"], *tree["data"]["mixture"]):
-        part["path"], part["held_out_path"] = _place(part["path"]), _place(part["held_out_path"])
+        part["path"], part["held_out_path"] = _place(part["path"]), part["held_out_path"] and "a place of its own"
         if experiment.data.self_generated is None:
             del part["path"]
     return tree

@@ -8,7 +8,6 @@ from. Completions are kept as tokens: text, encoded again, may be other tokens t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from wedlm_jax.experiment import Experiment
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
-from wedlm_jax.results import write_json
+from wedlm_jax.results import digest_of_file, write_json
 
 FOLDER = "self_generated"  # in the workdir
 COMPLETIONS = "completions.jsonl"  # in it: prompt_ids, ids, finish_reason and text, a line for each prompt
@@ -75,7 +74,7 @@ def self_generated_data(
             f"{declared.base.revision}; bring back the text that the run began with"
         )
     finished = made.get("finished")
-    if not isinstance(finished, dict) or _digest(folder / COMPLETIONS) != finished.get("sha256"):
+    if not isinstance(finished, dict) or digest_of_file(folder / COMPLETIONS) != finished.get("sha256"):
         raise UserError(
             f"{folder / COMPLETIONS} is not what was written there; bring it back, or remove {folder} and start again"
         )
@@ -124,7 +123,7 @@ def _write(experiment: Experiment, model: Model, folder: Path, before: dict[str,
     _complete(_requests(experiment, model, prompts), model, file, settings.batch_size, f"{experiment.init_from} writes")
     written = [json.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]
     tokens, cut = sum(len(line["ids"]) for line in written), sum(line["finish_reason"] == "length" for line in written)
-    made["finished"] = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": _digest(file)}
+    made["finished"] = {"completions": len(written), "tokens": tokens, "cut": cut, "sha256": digest_of_file(file)}
     write_json(folder / MADE_FROM, made)
     print(
         f"{experiment.name}: {experiment.init_from} wrote {len(written):,} completions, {tokens:,} tokens, "
@@ -186,10 +185,3 @@ def _made_from(folder: Path) -> dict[str, Any] | None:
     if not isinstance(made, dict):
         raise UserError(f"{file}: holds no JSON object; remove {folder}, and it is written anew")
     return made
-
-
-def _digest(file: Path) -> str | None:
-    if not file.is_file():
-        return None
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -19,20 +19,16 @@ from wedlm_jax.diffusion.losses import LossWeights, ar_loss_weights, loss_weight
 from wedlm_jax.errors import UserError
 from wedlm_jax.mask_training import mask_gradients, pairs_of_masks, taught
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.flops import mask_training_flops, training_flops
 from wedlm_jax.model.kept_blocks import KeptBlocks, beside_a_mask, capacities, least_holding, with_a_mask
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.model.patterns import Causal, DualStream
 from wedlm_jax.objective import ObjectiveConfig
 from wedlm_jax.optimizer import OptimizerConfig, clip_by_global_norm, learning_rate, make_adamw
 from wedlm_jax.sharding import batch_sharding, on_mesh, replicated
+from wedlm_jax.step_metrics import Metrics, logged_losses, row_metrics, sums_by_ratio
 from wedlm_jax.train_state import TrainState, state_shardings
 
 Params = dict[str, jax.Array]
-Metrics = dict[str, jax.Array]
-
-# The MLM loss by the mask ratio of the block: mean cross-entropy of the masked tokens, gamma up to the number in the name.
-LOSS_BY_RATIO = ("mlm_loss_0.25", "mlm_loss_0.50", "mlm_loss_0.75", "mlm_loss_1.00")
 
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
 jax.tree_util.register_dataclass(
@@ -83,31 +79,19 @@ def wedlm_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings)
     """One update on the MLM and AR losses of a packed batch [B, L]."""
     objective = settings.objective
     streams = corrupted_streams(state.step, batch, settings)
-    counted = taught(streams) if objective.targets == "distill" else streams
-    with_ar = objective.ar_loss_weight > 0
+    distils, with_ar = objective.targets == "distill", objective.ar_loss_weight > 0
+    counted = taught(streams) if distils else streams
     weights = loss_weights(counted, normalization=objective.normalization, ar=with_ar)  # of the whole batch
     run = functools.partial(mask_rows_alone if settings.only_mask_rows else both_streams, state, settings=settings)
     gradients, sums = in_parts(run, (streams, weights), settings.micro_batches)
     losses = logged_losses(sums, counted, objective)
     loss_rows = jnp.sum(streams.masked) + (jnp.sum(streams.labelled) if with_ar else 0)
     pairs = pairs_of_masks(streams, objective.block_size) if settings.only_mask_rows else None
-    rows = row_metrics(batch, settings, runs=runs_of_tokens(streams, settings), loss_rows=loss_rows, of_masks=pairs)
+    runs, reach = runs_of_tokens(streams, settings), pattern_of(batch.segment_ids, settings).block_ranges()[1]
+    rows = row_metrics(
+        batch, settings.model, runs=runs, loss_rows=loss_rows, reach=reach, of_masks=pairs, distils=distils
+    )
     return update(state, gradients, losses | rows, settings)
-
-
-def logged_losses(sums: Metrics, counted: DualStreamBatch, objective: ObjectiveConfig) -> Metrics:
-    """The losses of a whole batch as they are logged: those by mask ratio as means, NaN where there is no mask."""
-    counts = {name: jnp.sum(masked) for name, masked in masked_by_ratio(counted).items()}
-    means = {name: jnp.where(count > 0, sums[name] / count, jnp.nan) for name, count in counts.items()}
-    # No loss of masks where there are none, though `loss` counts it as 0. By the counts that are there: fake devices of a CPU
-    # share as many threads, all of which may come to wait in one more reduction that is free to run beside others.
-    mlm_loss = jnp.where(sum(counts.values()) > 0, sums["mlm_loss"], jnp.nan)
-    losses = sums | means | {"mlm_loss": mlm_loss}
-    if objective.ar_loss_weight == 0:
-        losses.pop("ar_loss", None)  # of mask rows alone there is none
-    if objective.targets == "distill":  # another quantity than the cross-entropy of the data, and so under another name
-        losses = {name.replace("mlm_loss", "distillation_loss"): value for name, value in losses.items()}
-    return losses
 
 
 def corrupted_streams(step: jax.Array, batch: PackedBatch, settings: StepSettings) -> DualStreamBatch:
@@ -158,6 +142,12 @@ def both_streams(
     return jax.lax.switch(least, [functools.partial(run, capacity) for capacity in capacities(read.shape[1])])
 
 
+def pattern_of(segment_ids: jax.Array, settings: StepSettings, kept: KeptBlocks | None = None) -> DualStream:
+    """Who sees whom; the single stream is one block a row."""
+    block_size = segment_ids.shape[1] if settings.objective.streams == "single" else settings.objective.block_size
+    return DualStream(segment_ids, block_size, settings.objective.in_block, kept)
+
+
 def wedlm_forward(
     params: Params,
     part: tuple[DualStreamBatch, LossWeights],
@@ -173,13 +163,11 @@ def wedlm_forward(
     streams, weights = part
     if kept is not None:
         streams, weights = streams.of_prediction(kept.take), weights._replace(mlm=kept.take(weights.mlm))
-    objective, transformer = settings.objective, transformer_from(settings.model, params)
-    block_size = streams.segment_ids.shape[1] if objective.streams == "single" else objective.block_size
-    pattern = DualStream(streams.segment_ids, block_size, objective.in_block, kept)
+    transformer, pattern = transformer_from(settings.model, params), pattern_of(streams.segment_ids, settings, kept)
     hidden = transformer.hidden(streams.tokens, positions=streams.positions, pattern=pattern, masked=streams.masked)
     carries_loss = jnp.concatenate([weights.ar, weights.mlm], axis=1) > 0
     token_losses = transformer.token_losses(hidden, streams.targets, carries_loss)
-    loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=objective.ar_loss_weight)
+    loss, parts = wedlm_loss(token_losses, weights, ar_loss_weight=settings.objective.ar_loss_weight)
     return loss, parts | sums_by_ratio(token_losses, streams)
 
 
@@ -197,26 +185,13 @@ def mask_rows_alone(
     return gradients, {"loss": loss, "mlm_loss": loss} | by_ratio
 
 
-def sums_by_ratio(token_losses: jax.Array, streams: DualStreamBatch) -> Metrics:
-    """The cross-entropies [B, L + P] of the masked rows, summed by the mask ratio of their block."""
-    losses = token_losses[:, streams.segment_ids.shape[1] :]
-    return {name: jnp.sum(jnp.where(masked, losses, 0.0)) for name, masked in masked_by_ratio(streams).items()}
-
-
-def masked_by_ratio(streams: DualStreamBatch) -> dict[str, jax.Array]:
-    """The masked rows of the prediction stream, bool [B, P], whose block has gamma in each quarter of (0, 1]."""
-    masked = streams.masked[:, streams.segment_ids.shape[1] :]
-    quarter = jnp.clip(jnp.ceil(4 * streams.mask_ratio).astype(jnp.int32) - 1, 0, 3)
-    return {name: masked & (quarter == number) for number, name in enumerate(LOSS_BY_RATIO)}
-
-
 def ar_step(state: TrainState, batch: PackedBatch, *, settings: StepSettings) -> tuple[TrainState, Metrics]:
     """One update on the AR loss alone: plain next-token training of a base model."""
     targets, labelled = next_token_targets(batch.tokens, batch.loss_mask, batch.segment_ids)
     loss = functools.partial(ar_forward, settings=settings)
     parts = batch, targets, ar_loss_weights(labelled)
     gradients, metrics = in_parts(functools.partial(gradients_of, loss, state), parts, settings.micro_batches)
-    rows = row_metrics(batch, settings, runs=jnp.int32(1), loss_rows=jnp.sum(labelled))
+    rows = row_metrics(batch, settings.model, runs=jnp.int32(1), loss_rows=jnp.sum(labelled))
     return update(state, gradients, metrics | rows, settings)
 
 
@@ -319,32 +294,3 @@ def update(
         "skipped_in_row": state.skipped_in_row,
     }
     return state, metrics
-
-
-def row_metrics(
-    batch: PackedBatch,
-    settings: StepSettings,
-    *,
-    runs: jax.Array,
-    loss_rows: jax.Array,
-    of_masks: tuple[jax.Array, jax.Array] | None = None,
-) -> Metrics:
-    """Tokens of the batch that are not padding, the share that is, and the useful FLOPs of the step.
-
-    Args:
-      runs: how often each token runs through the layers, int [] or [B, L]; each time it is counted as seeing what is before it in
-        its document, not what a bidirectional block sees behind it.
-      loss_rows: rows whose logits a loss reads.
-      of_masks: as `pairs_of_masks`, where an adapter of mask rows is trained, which makes gradients of these alone.
-    """
-    real = batch.segment_ids > 0
-    tokens = jnp.sum(real)
-    rows = jnp.where(real, runs.astype(jnp.float32), 0.0)
-    rows, pairs = jnp.sum(jnp.stack([rows, rows * (batch.positions + 1)]), axis=(1, 2))
-    counts: dict[str, Any] = dict(rows=rows, loss_rows=loss_rows.astype(jnp.float32), attention_pairs=pairs)
-    if of_masks is not None:
-        distils = settings.objective.targets == "distill"
-        flops = mask_training_flops(settings.model, **counts, of_masks=of_masks, distils=distils)
-    else:
-        flops = training_flops(settings.model, **counts)
-    return {"tokens": tokens, "padding_share": 1.0 - tokens / batch.segment_ids.size, "useful_flops": flops}

@@ -53,7 +53,7 @@ BAD_LINES = {
         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "chat.jsonl:3: the key 'content' is there twice",
     ),
     "no object": ("3", "a JSON object is expected, with keys, and this is int"),
-    "a missing key": ('{"dialog": []}', "none of messages, conversations, prompt with completion is there (there are: dialog)"),
+    "a missing key": ('{"dialog": []}', "prompt with completion, instruction with output is there (there are: dialog)"),
     "two kinds": ('{"messages": [], "prompt": "", "completion": ""}', "messages and prompt are both there"),
     "text that is no messages": ('{"messages": "hi"}', "messages is text that is no JSON"),
     "a wrong type": ('{"messages": "3"}', "messages is int, not a list of messages"),
@@ -159,17 +159,83 @@ def test_a_bad_line_is_told_with_file_line_and_reason_and_can_be_skipped(tmp_pat
     assert iterator.skipped_records >= 1 and iterator.get_state()["skipped_records"] == [iterator.skipped_records]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [json.dumps(GOOD), json.dumps(GOOD, indent=2), "".join(json.dumps(record, indent=2) + "\n" for record in GOOD)],
-    ids=["array", "array of many lines", "objects of many lines"],
-)
-def test_json_that_is_no_jsonl_is_told_whichever_line_is_met_first(tmp_path, text):
+def test_objects_of_several_lines_are_told_whichever_line_is_met_first(tmp_path):
     """The line that is told may be any, for all are shuffled; alone it says nothing of what is wrong."""
     path = tmp_path / "chat.json"
-    path.write_text(text)
-    command = "jq -c ." if text.startswith("{") else 'jq -c ".[]"'
-    assert f"; JSONL has one object a line, and no array of them; `{command}` writes it so" in told(config_of(path))
+    path.write_text("".join(json.dumps(record, indent=2) + "\n" for record in GOOD))
+    assert "; records are one object a line, or one array; `jq -c .` writes each object in a line" in told(
+        config_of(path)
+    )
+
+
+def test_an_object_around_the_array_is_told_how_to_take_off(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"version": 1, "data": GOOD}))
+    assert "; where 'data' holds the records, `jq .data` writes them as the array that is read" in told(config_of(path))
+    path.write_text(json.dumps({"tools": [{"type": "function"}], "messages": [{"role": "bot", "content": "x"}]}))
+    assert "jq" not in told(config_of(path))
+
+
+@pytest.mark.parametrize(
+    ("element", "reason"),
+    [
+        (b"3", "a JSON object is expected, with keys, and this is int"),
+        (b'{"messages": [], "messages": []}', "the key 'messages' is there twice"),
+        (b'{"messages": "\xff"}', "not UTF-8 (byte 14 of the record)"),
+        (b'{"messages": "a\nb"}', "broken JSON (Invalid control character at, column 16)"),
+        (b'{"messages": ' + b"1" * 5000 + b"}", "broken JSON (Exceeds the limit"),
+    ],
+)
+def test_a_bad_element_of_an_array_is_told_by_its_number_and_can_be_skipped(tmp_path, element, reason):
+    path = tmp_path / "chat.json"
+    good = [json.dumps(record).encode() for record in GOOD]
+    path.write_bytes(b"[" + b", ".join([*good[:2], element, *good[2:]]) + b"]")
+    assert (message := told(config_of(path))).startswith(f"{path}: record 2: ") and reason in message
+    skipping = Documents(config_of(path, on_bad_record="skip"), tokenizer(), 0, "train")
+    assert sum(len(skipping[index].examples) for index in range(skipping.epoch)) == len(GOOD)
+
+
+ARRAYS = {
+    "cut off": (lambda text: text[:-1], "record 4: broken JSON (Expecting ',' or ']'"),
+    "cut off within": (lambda text: text[:-9], "record 4: broken JSON ("),
+    "a comma behind the last": (lambda text: text[:-1] + ",]", "record 5: broken JSON (Expecting value"),
+    "no comma": (lambda text: text.replace("}, {", "} {"), "record 0: broken JSON ("),
+    "nested too deep": (lambda text: "[" * 100_000 + text, "record 0: broken JSON ("),
+    "more behind it": (lambda text: text + "\n{}", "more follows its array; JSON records are one array, or"),
+    "two arrays": (lambda text: text + text, "more follows its array"),
+    "an array of nothing": (lambda text: " [ ]", "the file is empty; a record is one object on a line, or of one array"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARRAYS)
+def test_an_array_that_hides_its_records_is_told_and_none_to_skip(tmp_path, case):
+    change, message = ARRAYS[case]
+    path = tmp_path / "chat.json"
+    path.write_text(change(json.dumps(GOOD)))
+    assert (found := told(config_of(path, on_bad_record="skip"))).startswith(f"{path}: ") and message in found
+
+
+def test_an_empty_shard_is_none_and_all_empty_are_told(tmp_path):
+    """As of parquet files and of texts."""
+    for name in ("a.jsonl", "c.jsonl", "e.ndjson"):
+        (tmp_path / name).touch()
+    (tmp_path / "f.jsonl.gz").write_bytes(gzip.compress(b""))
+    assert told(config_of(tmp_path)).startswith(f"{tmp_path}: the file is empty")
+    write_lines(tmp_path / "b.jsonl", GOOD[:3])
+    write_lines(tmp_path / "d.jsonl", GOOD[3:])
+    documents = Documents(config_of(tmp_path), tokenizer(), 0, "train")
+    assert documents.records == [5] and all(documents[index].examples for index in range(5))
+    (tmp_path / "f.jsonl.gz").write_bytes(b"")  # not what compressing nothing gives
+    assert "f.jsonl.gz: cannot be decompressed, it is cut off or damaged" in told(config_of(tmp_path))
+
+
+@pytest.mark.parametrize("empty", [np.zeros(0, int), np.zeros((0, 3), int), np.zeros((3, 0), int)])
+def test_an_empty_array_of_tokens_among_others_is_none(tmp_path, empty):
+    np.save(tmp_path / "a.npy", empty)
+    assert told(config_of(tmp_path, "tokens")) == f"{tmp_path}: the array is empty"
+    np.save(tmp_path / "b.npy", np.array([4, 5]))
+    documents = Documents(config_of(tmp_path, "tokens"), tokenizer(), 0, "train")
+    assert documents.epoch == 1 and documents[0].examples[0].tokens.tolist() == [4, 5]
 
 
 def test_a_stream_of_nothing_but_bad_records_ends(tmp_path):
@@ -327,7 +393,11 @@ def test_a_file_that_is_held_out_and_trained_on_is_told(tmp_path, path):
     ("fields", "message"),
     [
         ({"text_column": "body"}, "a.parquet: no column 'body' (there are: q, a)"),
-        ({}, "a.parquet: none of messages, conversations, text, prompt with completion is there (there are: q, a)"),
+        (
+            {},
+            "a.parquet: none of messages, conversations, text, prompt with completion, instruction with output is there "
+            "(there are: q, a)",
+        ),
         ({"prompt_column": "q"}, "data.prompt_column and data.completion_column belong together"),
         ({"prompt_column": "q", "completion_column": "b"}, "a.parquet: no column 'b'"),
         ({"text_column": "q", "messages_column": "a"}, "data.text_column and data.messages_column are both set"),

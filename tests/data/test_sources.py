@@ -1,7 +1,9 @@
 """Every source on a small fixture: what it gives is what was written, with its place."""
 
+import collections
 import copy
 import csv
+import dataclasses
 import datetime
 import decimal
 import errno
@@ -9,13 +11,16 @@ import gzip
 import importlib.util
 import json
 import os
+import pickle
 
 import numpy as np
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
+from wedlm_jax.data import files
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches
@@ -128,6 +133,37 @@ def test_a_prompt_of_messages_without_a_completion_of_messages_is_bad(tmp_path, 
         epoch(config_of(path))
 
 
+ALPACA = [
+    {"instruction": "the cat", "input": "", "output": "sat"},
+    {"instruction": "on", "input": "a mat", "output": "saw"},
+    {"instruction": "red", "input": None, "output": "bird"},
+]
+
+
+@pytest.mark.parametrize("source", ["json", "parquet", "csv"])
+def test_a_question_of_alpaca_s_goes_on_in_its_input(tmp_path, source):
+    """Unless columns are named, or there is another text to learn."""
+    path = tmp_path / f"alpaca.{source}"
+    if source == "json":
+        path.write_text(json.dumps(ALPACA))
+    else:
+        write = pyarrow.parquet.write_table if source == "parquet" else pyarrow.csv.write_csv
+        write(pyarrow.Table.from_pylist(ALPACA), path)
+    config = config_of(path, "chat" if source == "json" else source)
+    asked = [("the cat", "sat"), ("on\na mat", "saw"), ("red", "bird")]
+    assert epoch(config) == chat_texts([{"messages": [{"content": q}, {"content": a}]} for q, a in asked])
+    named = dataclasses.replace(config, prompt_column="instruction", completion_column="output", plain_prompt=True)
+    assert epoch(named) == sorted((one["instruction"], one["output"] + 2 * END) for one in ALPACA)
+    plain = dataclasses.replace(config, plain_prompt=True)
+    assert epoch(plain) == sorted((question, answer + 2 * END) for question, answer in asked)
+    if source == "parquet":
+        write(pyarrow.Table.from_pylist([{**ALPACA[0], "history": [["a", "b"]]}]), path)
+        with pytest.raises(BadRecord, match="history holds earlier turns, which are not read beside instruction"):
+            epoch(config)
+        write(pyarrow.Table.from_pylist([{**ALPACA[0], "text": "the lake"}]), path)
+        assert epoch(config) == [("", f"the lake{END}")]
+
+
 def test_messages_are_never_written_plainly(tmp_path):
     """The chat template would write them all the same, whatever data.plain_prompt says."""
     turns = CHATS[0]["messages"]
@@ -171,10 +207,43 @@ def test_a_plain_file_is_read_at_its_lines_alone(tmp_path):
     path = write_lines(tmp_path / "chat.jsonl", CHATS)
     source = open_path(config_of(path), 64)
     assert len(source) == 7 and source._decompressed is None
-    assert max(array.nbytes for array in (source._offsets, source._lines)) == 8 * 8
+    assert max(array.nbytes for array in (source._offsets, source._records)) == 8 * 8
     content = path.read_bytes()
     os.truncate(path, len(content) - 10)
     assert source.fetch(0) == content.split(b"\n")[0]
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("name", ["chat.json", "chat.jsonl", "chat.json.gz"])
+def test_an_array_gives_the_records_that_its_elements_are_as_lines(tmp_path, name, indent):
+    """Whatever its name and its spaces, in the same order; a worker process is told its places and no text."""
+    texts = [
+        json.dumps(record, indent=indent, ensure_ascii=False)
+        for record in [*CHATS, {"prompt": "ä, ]", "completion": "]"}]
+    ]
+    content = ("\ufeff\n[ " + " ,\n".join(texts) + "\n]\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    lines = write_lines(tmp_path / "lines.jsonl", [*CHATS, {"prompt": "ä, ]", "completion": "]"}])
+    source, by_lines = (open_path(config_of(path), 64) for path in (tmp_path / name, lines))
+    assert len(source) == len(by_lines) == 8 and source.where(3) == f"{tmp_path / name}: record 3"
+    source = pickle.loads(pickle.dumps(source))
+    for index, text in enumerate(texts):
+        assert source.fetch(index) == text.encode()
+        assert source.parse(index, source.fetch(index)) == by_lines.parse(index, by_lines.fetch(index))
+
+
+def test_a_stream_of_an_array_goes_on_where_it_was_and_is_that_of_its_lines(tmp_path):
+    """Also of an array that is one of several files, and in groups."""
+    (tmp_path / "a.json").write_text(json.dumps(CHATS))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(chat(number)) + "\n" for number in range(7, 12)))
+    lines = write_lines(tmp_path / "all", [chat(number) for number in range(12)])
+    fields = dict(row_length=64, num_groups=2)
+    one, whole = stream(config_of(tmp_path / "[ab].json*", **fields)), stream(config_of(lines, **fields))
+    for _ in range(3):
+        assert digest(next(one)) == digest(next(whole))
+    again = stream(config_of(tmp_path / "[ab].json*", **fields))
+    again.set_state(one.get_state())
+    assert digest(next(again)) == digest(next(whole))
 
 
 def test_a_line_that_the_system_does_not_read_any_more_is_an_error_that_names_its_file(tmp_path, monkeypatch):
@@ -188,6 +257,23 @@ def test_a_line_that_the_system_does_not_read_any_more_is_an_error_that_names_it
     monkeypatch.setattr(os, "pread", disk_fails)
     with pytest.raises(UserError, match=r"chat\.jsonl: cannot be read \(Input/output error\)"):
         documents[1]
+
+
+@pytest.mark.parametrize("source", ["chat", "tokens"])
+def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkeypatch, source):
+    """As systems are set up a process may have 1,024 open; also those of which it reads again in another epoch."""
+    monkeypatch.setattr(files, "_MOST_OPEN", 4)
+    monkeypatch.setattr(files, "_open", collections.deque())
+    for number in range(12):
+        if source == "chat":
+            write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
+        else:
+            np.save(tmp_path / f"{number}.npy", np.array([[number]]))
+    documents = Documents(config_of(tmp_path, source), tokenizer(), 0, "train")
+    read = [documents[index].examples[0].tokens.tolist() for index in range(2 * documents.epoch)]
+    assert sorted(read[:12]) == sorted(read[12:]) and len({str(one) for one in read}) == 12
+    held = "_file" if source == "chat" else "_array"
+    assert sum(getattr(one, held) is not None for one in documents._sources[0]._sources) == 4
 
 
 def test_text_of_files_and_of_jsonl(tmp_path):

@@ -89,6 +89,18 @@ def test_jsonl_is_known_by_its_ending_in_letters_of_either_case_and_by_json(tmp_
     assert epoch(config_of(tmp_path, "text", text_column="body")) == [("", "a mat<|im_end|>"), *expected]
 
 
+def test_an_array_of_texts_is_read_as_such_beside_texts_and_told_where_it_is_broken(tmp_path):
+    (tmp_path / "a.json").write_text('[\n  {"text": "the cat"},\n  {"text": "sat"}\n]')
+    (tmp_path / "b.txt").write_text("a mat")
+    (tmp_path / "c.json").write_text('["text"]')
+    assert [text for _, text in epoch(config_of(tmp_path, "text"))] == [
+        f"{text}<|im_end|>" for text in ('["text"]', "a mat", "sat", "the cat")
+    ]
+    (tmp_path / "a.json").write_text('[{"text": "the cat"}, {"te')
+    with pytest.raises(UserError, match=r"a.json: record 1: broken JSON"):
+        open_path(config_of(tmp_path, "text"), 64)
+
+
 @pytest.mark.parametrize("text", ['{\n  "text": "the cat"\n}', '{"name": "the cat"}', "[1]"])
 def test_json_that_is_no_jsonl_is_text_as_code_is(tmp_path, text):
     (tmp_path / "package.json").write_text(text)

@@ -38,6 +38,20 @@ def test_a_file_as_editors_of_windows_save_it_holds_the_same_questions(tmp_path)
     assert questions(tiny_model(), path, "number", 8).problems(EVERY, 0) == plain
 
 
+def test_an_array_asks_the_questions_that_its_elements_ask_as_lines_and_names_a_bad_one(tmp_path):
+    records = [{"prompt": f"{i}, ä?", "answer": f"{i}"} for i in range(3)]
+    lines = questions(tiny_model(), write(tmp_path / "q.jsonl", *records), "number", 8)
+    path = tmp_path / "q.json"
+    path.write_text("\ufeff" + json.dumps(records, indent=1, ensure_ascii=False), encoding="utf-8")
+    assert questions(tiny_model(), path, "number", 8).problems(EVERY, 0) == lines.problems(EVERY, 0)
+    path.write_text(json.dumps([*records, {"prompt": "x"}]))
+    with pytest.raises(UserError, match="q.json: record 3: answer must be a string"):
+        questions(tiny_model(), path, "number", 8)
+    path.write_text("[]")
+    with pytest.raises(UserError, match="q.json: is empty; give a line such as"):
+        questions(tiny_model(), path, "number", 8)
+
+
 def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):
     model = tiny_model()
     messages = [{"role": "user", "content": "B or C?"}]

@@ -14,12 +14,11 @@ from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.tokenizer_training import make_tokenizer
 from wedlm_jax.evals.validation import SEED, Validation, prompts
 from wedlm_jax.model.parameters import init_params
+from wedlm_jax.step_metrics import LOSS_BY_RATIO, masked_by_ratio
 from wedlm_jax.train_state import new_state
 from wedlm_jax.train_step import (
-    LOSS_BY_RATIO,
     StepSettings,
     corrupted_streams,
-    masked_by_ratio,
     place,
     wedlm_step,
 )

@@ -18,6 +18,9 @@ _USUAL: tuple[tuple[Kind, tuple[str, ...]], ...] = (
     ("text", ("text",)),
     ("completion", ("prompt", "completion")),
 )
+# Alpaca's, whose question may go on in `input`; where nothing else is found, since its tables often have a `text` as well.
+_ALPACA, _INPUT = ("instruction", "output"), "input"
+_HISTORY = "history"  # and earlier turns beside them, as some have it
 _KINDS: Mapping[str, tuple[Kind, ...]] = {
     "chat": ("messages", "completion"),
     "text": ("text",),
@@ -50,12 +53,14 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
         if missing := [name for name in found[0][1] if name not in names]:
             raise BadRecord(f"no column {missing[0]!r} (there are: {_listed(names)})")
         return found[0]
-    usual = [one for one in _USUAL if one[0] in _KINDS.get(config.source, _KINDS["table"])]
-    found = [(kind, columns) for kind, columns in usual if set(columns) <= set(names)]
+    kinds = _KINDS.get(config.source, _KINDS["table"])
+    usual = [one for one in _USUAL if one[0] in kinds]
+    last: list[tuple[Kind, tuple[str, ...]]] = [("completion", _ALPACA)] if "completion" in kinds else []
+    found = [one for one in usual if set(one[1]) <= set(names)] or [one for one in last if set(one[1]) <= set(names)]
     if len(found) == 1:
         return found[0]
     fields = " or ".join(dict.fromkeys(_FIELDS[kind] for kind, _ in usual))
-    known = ", ".join(" with ".join(columns) for _, columns in usual)
+    known = ", ".join(" with ".join(columns) for _, columns in (*usual, *last))
     what = f"{found[0][1][0]} and {found[1][1][0]} are both there" if found else f"none of {known} is there"
     raise BadRecord(f"{what} (there are: {_listed(names)}); name what to learn as {fields}")
 
@@ -84,11 +89,21 @@ def _record(fields: Mapping[str, Any], config: SourceConfig) -> Record:
     texts = [_text(value, column) for value, column in zip(values, columns, strict=True)]
     if kind == "text":
         return Text(texts[0])
+    if _are_alpaca(config, columns):
+        if fields.get(_HISTORY):
+            raise BadRecord(f"{_HISTORY} holds earlier turns, which are not read beside {columns[0]}; write messages")
+        if more := plain(fields.get(_INPUT)):
+            texts[0] += f"\n{_text(more, _INPUT)}"
     if config.plain_prompt:
         if beside := [name for name in _BESIDE_MESSAGES if fields.get(name)]:
             raise BadRecord(f"{beside[0]} is for the chat template; leave it out, or data.plain_prompt")
         return Completion(*texts)
     return _chat([{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}], fields)
+
+
+def _are_alpaca(config: SourceConfig, columns: Sequence[str]) -> bool:
+    """Whether the columns are Alpaca's, found and not named: those that are named are all that is read."""
+    return config.prompt_column is None and tuple(columns) == _ALPACA
 
 
 def _chat(messages: list[dict[str, Any]], fields: Mapping[str, Any]) -> Chat:
@@ -125,6 +140,8 @@ def table_columns(config: SourceConfig, names: Sequence[str], place: str) -> lis
     if twice := [name for name in chosen if names.count(name) > 1]:
         raise UserError(f"{place}: the column {twice[0]!r} is there twice; take one out")
     beside = () if kind == "text" else _BESIDE_MESSAGES
+    if _are_alpaca(config, chosen):
+        beside = (_INPUT, _HISTORY, *beside)
     return [*chosen, *(name for name in beside if name in names and name not in chosen)]
 
 

@@ -48,7 +48,7 @@ _HAVE_NO_PROMPTS = (*_LEARNED_WHOLE, "completions")  # that could be completed a
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """One source of documents. Columns are keys of a JSONL record or columns of a table."""
+    """One source of documents. Columns are keys of a JSON record or columns of a table."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012  a key that nothing reads is an error in a mixture too
 
@@ -65,8 +65,10 @@ class SourceConfig:
     held_out_split: str | None = None  # tfds, hf_dataset: None is `dataset_split`
     text_column: str | None = None  # plain text; None finds `text`
     messages_column: str | None = None  # a conversation; None finds `messages` or `conversations` (ShareGPT)
-    prompt_column: str | None = None  # with completion_column: a question and its answer; None finds `prompt`
-    completion_column: str | None = None  # None finds `completion`
+    prompt_column: str | None = (
+        None  # with completion_column: a question and its answer; None finds `prompt`, or Alpaca's
+    )
+    completion_column: str | None = None  # `instruction` with its `input` behind it; and `completion`, or `output`
     plain_prompt: bool = False  # prompt and completion as they are, and not as two turns of the chat template
     document_end_id: int | None = None  # tokens: documents are cut after this token; None: a piece is one document
 

@@ -1,14 +1,36 @@
-"""The files that a path names, in a fixed order."""
+"""The files that a path names, in a fixed order; and how many of them are open at once."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import glob
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from wedlm_jax.errors import UserError, reason
+
+# Files of data: a process may have 1,024 open in all where nobody has raised that, and a corpus has more shards.
+_MOST_OPEN = 256
+
+
+class Holder(Protocol):
+    """What holds a file open between two reads."""
+
+    def let_go(self) -> None: ...
+
+
+_open: collections.deque[weakref.ref[Holder]] = collections.deque()
+
+
+def note_open(holder: Holder) -> None:
+    """To be called by what has just opened its file and will hold it: where too many do, the one that opened first lets go."""
+    _open.append(weakref.ref(holder))
+    if len(_open) > _MOST_OPEN and (first := _open.popleft()()) is not None:
+        first.let_go()
 
 
 def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
@@ -28,7 +50,8 @@ def find_files(path: str, endings: tuple[str, ...] | None = None) -> list[Path]:
     if place.is_dir():
         found = _each_once(_below(place, endings))
         if not found:
-            kind = f"file that ends in {', '.join(endings)}" if endings else "file"
+            others = f"; a pattern takes others, as '{path}/*'"
+            kind = f"file that ends in {', '.join(endings)}{others}" if endings else "file"
             raise UserError(f"{path}: the folder holds no {kind}")
         return found
     if glob.has_magic(path):

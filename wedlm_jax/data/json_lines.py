@@ -1,9 +1,12 @@
-"""JSONL by random access: an index of line offsets, made in one pass at the first use; plain, gzip or zstd."""
+"""JSON records by random access, a line each or in one array: an index of their offsets, made at the first use; plain, gzip or
+zstd."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import gzip
+import itertools
 import json
 import os
 import zlib
@@ -16,6 +19,8 @@ import pyarrow
 
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import note_open
+from wedlm_jax.data.json_array import begins_array, elements
 from wedlm_jax.data.records import BadRecord, Raw, Record
 from wedlm_jax.errors import UserError, reading, reason, shown
 
@@ -26,23 +31,24 @@ _CHUNK = 1 << 24  # bytes of a file that are looked through at once
 
 
 def json_lines_beside_text(path: Path, config: SourceConfig) -> JsonLines | None:
-    """A file of a folder of texts, where it is JSONL: by its name, or, as many corpora have it, a .json whose first line is an
-    object with a text. Other JSON, such as a package.json, is text as code is."""
+    """A file of a folder of texts, where it holds records: by its name, or, as many corpora have it, a .json whose first line, or
+    first element, is an object with a text. Other JSON, such as a package.json, is text as code is."""
     lines, name = JsonLines(path, config), path.name.lower()
     return lines if name.endswith(ENDINGS) or (name.endswith(_JSON) and lines.begins_with_text) else None
 
 
 class JsonLines:
-    """The non-empty lines of one file.
+    """The non-empty lines of one file, or, where it begins with a bracket, the elements of the array that it is. An empty one,
+    as a shard among others may be, has none.
 
-    Of a plain file only the offsets are held, 8 bytes a line. A compressed file has no random access, so each process
-    that reads it holds it decompressed.
+    Of a plain file only the offsets are held, 16 bytes a record; an array is read as a whole to find them. A compressed file has
+    no random access, so each process that reads it holds it decompressed.
     """
 
     def __init__(self, path: Path, config: SourceConfig):
         self._path, self._config = path, config
-        self._offsets: np.ndarray | None = None  # int64 [lines + 1]
-        self._lines: np.ndarray | None = None  # int64: the lines that are not empty
+        self._offsets: np.ndarray | None = None  # int64: where the pieces of the file begin, and its last one ends
+        self._records: np.ndarray | None = None  # int64: the pieces that are records, and no empty lines or commas
         self._file: BinaryIO | None = None
         self._decompressed: bytes | None = None
 
@@ -53,26 +59,41 @@ class JsonLines:
         return len(self._index()[1])
 
     def where(self, index: int) -> str:
+        if self._is_array:
+            return f"{self._path}: record {index}"
         return f"{self._path}:{self._index()[1][index] + 1}"
 
     def fetch(self, index: int) -> bytes:
-        offsets, lines = self._index()
-        start, end = (int(offset) for offset in offsets[lines[index] : lines[index] + 2])
+        offsets, records = self._index()
+        start, end = (int(offset) for offset in offsets[records[index] : records[index] + 2])
         if (data := self._data()) is not None:
             return data[start:end].strip()
         with reading(self._path):
-            if self._file is None:
-                self._file = self._path.open("rb")
-            return os.pread(self._file.fileno(), end - start, start).strip()
+            return os.pread(self._opened().fileno(), end - start, start).strip()
+
+    def _opened(self) -> BinaryIO:
+        file = self._file
+        if file is None:
+            file = self._file = self._path.open("rb")
+            note_open(self)
+        return file
+
+    def let_go(self) -> None:
+        self._file = None  # closed once nobody reads it
 
     @property
     def begins_with_text(self) -> bool:
-        """Whether the first line is an object that has the column of text; one that the config names may be missing."""
+        """Whether the first record is an object that has the column of text; one that the config names may be missing."""
         try:
-            fields = json.loads(self.fetch(0))
-        except (ValueError, RecursionError):  # an empty file, too
+            fields = json.loads(self._first_element() if self._is_array else self.fetch(0))
+        except (ValueError, IndexError, RecursionError):  # an empty file, too
             return False
         return isinstance(fields, dict) and (self._config.text_column is not None or "text" in fields)
+
+    def _first_element(self) -> bytes:
+        """Read without those behind it: where one of these is broken, the array is still one of records."""
+        start, end = next(elements(data := b"".join(self._chunks()), self._path), (0, 0))
+        return data[start:end]
 
     def parse(self, index: int, raw: Raw) -> Record:
         try:
@@ -80,34 +101,53 @@ class JsonLines:
         except BadRecord:
             raise
         except UnicodeDecodeError as error:
-            raise BadRecord(f"not UTF-8 (byte {error.start} of the line)") from None
+            raise BadRecord(f"not UTF-8 (byte {error.start} of the {'record' if self._is_array else 'line'})") from None
         except (ValueError, RecursionError) as error:  # a number of too many digits is a bare ValueError
             what = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else reason(error)
             raise BadRecord(f"broken JSON ({what}){self._hint()}") from None
         if not isinstance(fields, dict):
             raise BadRecord(f"a JSON object is expected, with keys, and this is {type(fields).__name__}{self._hint()}")
-        return read_record(fields, self._config)
+        try:
+            return read_record(fields, self._config)
+        except BadRecord as error:
+            raise BadRecord(f"{error}{self._hint_of_key(fields)}") from None
+
+    def _hint_of_key(self, fields: dict[str, Any]) -> str:
+        """For the one object of a file that has the array of all records under a key: objects, and neither messages nor tools."""
+        for key, value in fields.items() if len(self) == 1 else ():
+            first = value[0] if isinstance(value, list) and value else None
+            if isinstance(first, dict) and not {"role", "from", "type"} & first.keys():
+                return f"; where {shown(key)} holds the records, `jq .{key}` writes them as the array that is read"
+        return ""
 
     def _hint(self) -> str:
-        """For a bad line of a file that is no JSONL: text, one array of all records, or objects over several lines."""
+        """For a bad line of a file that is no JSONL: text, or objects over several lines."""
         name = self._path.name.lower()
         if any(ending in name for ending in (".csv", ".tsv")):
             return "; a table in CSV is data.source=csv"
         if "json" not in name:
             return "; plain text is data.source=text"
-        first = self.fetch(0)
-        if first[:1] != b"[" and first != b"{":
+        if self._is_array or self.fetch(0) != b"{":
             return ""
-        command = "jq -c ." if first == b"{" else 'jq -c ".[]"'
-        return f"; JSONL has one object a line, and no array of them; `{command}` writes it so"
+        return "; records are one object a line, or one array; `jq -c .` writes each object in a line, `jq .KEY` the array in one"
+
+    @functools.cached_property
+    def _is_array(self) -> bool:
+        with reading(self._path):
+            return begins_array(next(self._chunks(), b""))
 
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
-        if self._offsets is None or self._lines is None:
+        if self._offsets is None or self._records is None:
             with reading(self._path):
-                self._offsets, self._lines = _line_offsets(self._chunks())
-            if not len(self._lines):
-                raise UserError(f"{self._path}: the file is empty; a record is one line of JSON")
-        return self._offsets, self._lines
+                chunks = self._chunks()
+                first = next(chunks, b"")
+                self._is_array = begins_array(first)  # so that no file is opened twice
+                if self._is_array:
+                    self._offsets = np.array([*elements(b"".join((first, *chunks)), self._path)], np.int64).reshape(-1)
+                    self._records = np.arange(0, len(self._offsets), 2)
+                else:
+                    self._offsets, self._records = _line_offsets(itertools.chain((first,), chunks))
+        return self._offsets, self._records
 
     def _chunks(self) -> Iterator[bytes]:
         if (data := self._data()) is not None:
@@ -122,6 +162,8 @@ class JsonLines:
         compression = self._path.suffix.lower()
         if self._decompressed is None and compression in (".gz", ".zst"):
             try:
+                if not self._path.stat().st_size:
+                    raise EOFError("it holds nothing at all")
                 if compression == ".gz":
                     self._decompressed = gzip.decompress(self._path.read_bytes())
                 else:

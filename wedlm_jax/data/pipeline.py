@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,8 +20,9 @@ from wedlm_jax.data.split import Split
 from wedlm_jax.data.tokenizer import padding_id
 from wedlm_jax.errors import UserError
 
-State = dict[str, list[int]]  # one int for every group, and RECORDS
-RECORDS = "records"  # in a state: the number of records of each source
+State = dict[str, list[int]]  # one int for every group
+RECORDS = "records"  # beside them: the number of records of each source
+FIRST_SKIPPED = "first_skipped"  # and where a bad record was left out: place and reason of the first
 
 _NO_DOCUMENT: Mapping[Split, str] = {
     "train": "the training split holds no document",
@@ -92,7 +94,7 @@ class PackedBatches(Iterator[PackedBatch]):
 
     @property
     def first_skipped(self) -> str | None:
-        """Place and reason of the first bad record that was left out since the iterator was made, of this process's groups."""
+        """Place and reason of the first bad record that was left out, of this process's groups or as a state has it."""
         return next(iter(self._skipped), None)
 
     @property
@@ -128,8 +130,9 @@ class PackedBatches(Iterator[PackedBatch]):
             field.name: [getattr(place, field.name) for place in self._places] for field in dataclasses.fields(Place)
         }
 
-    def set_state(self, state: State) -> None:
-        """Goes on at a state of all groups, in the order of the processes. With `RECORDS` in it, the sources are held to that.
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on at a state of all groups, in the order of the processes. With `RECORDS` in it, the sources are held to that; of
+        `FIRST_SKIPPED` it goes on telling.
 
         Raises:
           UserError: the state is of another number of groups or of records, of an earlier version or damaged.
@@ -152,6 +155,7 @@ class PackedBatches(Iterator[PackedBatch]):
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         self._ahead = self._pending = None
+        self._skipped[:] = [state[FIRST_SKIPPED]] if state.get(FIRST_SKIPPED) else []
         self._places = [Place(*(state[name][group] for name in names)) for group in self._groups]
 
     def _make(self) -> tuple[PackedBatch, list[Place]]:

@@ -33,6 +33,11 @@ _ENDINGS: Mapping[str, tuple[str, ...] | None] = {
     "parquet": (".parquet",),
     "csv": CSV_ENDINGS,
 }
+_EMPTY: Mapping[str, str] = {  # what is said where all files are; among others an empty one is none
+    "text": "the text is empty",
+    "tokens": "the array is empty",
+    **dict.fromkeys(("chat", "completions"), "the file is empty; a record is one object on a line, or of one array"),
+}
 _SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
@@ -76,12 +81,12 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     # In a folder such a file may be meant so, as code with its package.json.
     if isinstance(sources[0], TextFile) and path.lower().endswith(_SYNTAX) and Path(path).expanduser().is_file():
         warnings.warn(
-            f"{path} is learned as plain text, commas, quotes and brackets too; of a table data.source=csv reads the columns, "
-            "of JSON write one object with a text a line, as .jsonl",
+            f"{path} is learned as plain text, commas, quotes and brackets too; data.source=csv reads the columns of a table, "
+            "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
     if not any(map(len, sources)):
-        raise UserError(f"{path}: {'the text is empty' if part.source == 'text' else 'has no rows'}")
+        raise UserError(f"{path}: {_EMPTY.get(part.source, 'has no rows')}")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
 

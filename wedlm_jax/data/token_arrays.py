@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import note_open
 from wedlm_jax.data.records import Raw, Record, Tokens
 from wedlm_jax.errors import UserError, reason
 
 
 class TokenArray:
-    """One file. The rows of an array [N, T] are documents; an array [T] is read in consecutive pieces of a row's length."""
+    """One file. The rows of an array [N, T] are documents; an array [T] is read in consecutive pieces of a row's length. An empty
+    one, as a shard among others may be, has none."""
 
     def __init__(self, path: Path, config: SourceConfig, row_length: int):
         self._path, self._row_length = path, row_length
@@ -24,6 +26,8 @@ class TokenArray:
 
     def __len__(self) -> int:
         array = self._opened()
+        if not array.size:
+            return 0
         return len(array) if array.ndim == 2 else -(-len(array) // self._row_length)
 
     def where(self, index: int) -> str:
@@ -39,8 +43,12 @@ class TokenArray:
     def parse(self, index: int, raw: Raw) -> Record:
         return Tokens(raw, self._end)
 
+    def let_go(self) -> None:
+        self._array = None  # with its map, once no document is read from it
+
     def _opened(self) -> np.ndarray:
-        if self._array is None:
+        array = self._array
+        if array is None:
             try:
                 array = np.load(self._path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
@@ -48,7 +56,6 @@ class TokenArray:
             if not isinstance(array, np.ndarray) or array.dtype.kind not in "ui" or array.ndim not in (1, 2):
                 kind = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
                 raise UserError(f"{self._path}: holds {kind}; whole numbers are expected, as [T] or [N, T]")
-            if not array.size:
-                raise UserError(f"{self._path}: the array is empty")
             self._array = array
-        return self._array
+            note_open(self)
+        return array

@@ -1,4 +1,4 @@
-"""A file of prompts: JSONL, one of text, messages or token ids a line."""
+"""A file of prompts: JSONL, one of text, messages or token ids a line, or one JSON array of the same objects."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wedlm_jax.data.json_array import begins_array, elements
 from wedlm_jax.data.json_lines import unrepeated
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.decode.prompts import BESIDE_MESSAGES, Prompt
@@ -22,7 +23,7 @@ KINDS = {
 
 
 def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
-    """The prompts of a JSONL file that a flag names, each with its name `file:line`.
+    """The prompts of a file that a flag names, each with its name `file:line`, of an array `file: record N`.
 
     Raises:
       UserError: naming file and line, for a line that is not UTF-8, not JSON, has a key twice or is not one prompt; or for an
@@ -38,17 +39,21 @@ def prompts_of(objects: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str,
 
 
 def read_objects(path: Path, flag: str, example: str = '{"prompt": "Hello"}') -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a JSONL file of prompts, one a line, each with its name `file:line`. Raises as `read_prompts`, with a line
-    for example where the file is empty."""
+    """The objects of a file of prompts, each with its name. Raises as `read_prompts`, with a line for example where the file is
+    empty."""
     try:
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)  # that editors of Windows begin a file with
     except OSError as error:
         raise UserError(f"{flag} {path}: cannot be read ({reason(error)}); name a JSONL file") from error
-    lines = content.removesuffix(b"\n").split(b"\n") if content else []
-    if not lines:
+    if begins_array(content):
+        places = elements(content, path)
+        parts = {f"{path}: record {number}": content[start:end] for number, (start, end) in enumerate(places)}
+    else:
+        lines = content.removesuffix(b"\n").split(b"\n") if content else []
+        parts = {f"{path}:{number}": line for number, line in enumerate(lines, 1)}
+    if not parts:
         raise UserError(f"{flag} {path}: is empty; give a line such as {example} for each prompt")
-    names = (f"{path}:{number}" for number in range(1, len(lines) + 1))
-    return [(name, _parse_object(line, name)) for name, line in zip(names, lines, strict=True)]
+    return [(name, _parse_object(part, name)) for name, part in parts.items()]
 
 
 def _parse_object(line: bytes, name: str) -> dict[str, Any]:

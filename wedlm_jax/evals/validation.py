@@ -29,13 +29,13 @@ from wedlm_jax.metrics import fetch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.sharding import on_mesh, replicated, row_shares
+from wedlm_jax.step_metrics import masked_by_ratio
 from wedlm_jax.train_step import (
     Params,
     StepSettings,
     ar_forward,
     corrupted_streams,
     in_parts,
-    masked_by_ratio,
     place,
     wedlm_forward,
 )

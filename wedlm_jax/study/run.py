@@ -1,5 +1,5 @@
-"""A study from its first training to its table and plot; what is there already is kept, but for results of another evaluation or
-of an earlier step."""
+"""A study from its first training to its table and plot; what is there already is kept, but for results of another evaluation, of
+other questions or of an earlier step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from wedlm_jax.config_tree import differences
 from wedlm_jax.errors import UserError
-from wedlm_jax.results import finite, save_figure, tell_written, write_json
+from wedlm_jax.results import digest_of_file, finite, save_figure, tell_written, write_json
 from wedlm_jax.study.child_process import run_command
 from wedlm_jax.study.design import Stage, Study, folder_name
 from wedlm_jax.study.report import as_table, plot
@@ -28,8 +28,8 @@ def run_study(
     run: Callable[[list[str]], None] | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Trains what is missing, evaluates that and what was evaluated with other settings or at an earlier step; prints a table;
-    writes results.json and results.png.
+    """Trains what is missing, evaluates that and what was evaluated with other settings, questions or weights; prints
+    a table; writes results.json and results.png.
 
     Args:
       study: what to compare.
@@ -81,8 +81,9 @@ def run_study(
 
 
 def _changed(source: Path, workdir: Path) -> list[str]:
-    """The settings of evaluation, and the step, that are others now than when the results in `source` were made, as "name: then
-    -> now". Of what they do not name, since it came after them, nobody can say: what is there is kept."""
+    """The settings of evaluation, the step, and what the file of questions holds, that are others now than when the results in
+    `source` were made, as "name: then -> now". Of what they do not name, since it came after them, and of a file that is gone
+    nobody can say: what is there is kept."""
     from wedlm_jax.checkpoint import saved_steps  # here, because every experiment imports this module
 
     results = _read(source)
@@ -90,7 +91,10 @@ def _changed(source: Path, workdir: Path) -> list[str]:
     now = finite(_read(workdir / EXPERIMENT)["evaluation"]) if made else {}
     newest = [] if step is None else saved_steps(workdir)[-1:]
     trained_on = [f"step: {step} -> {n}" for n in newest if n != step]
-    return [*differences(made, {name: now.get(name) for name in made}), *trained_on]
+    asked, questions = results.get("questions_sha256"), now.get("questions")
+    there = digest_of_file(Path(questions).expanduser()) if asked and questions else None
+    others = [f"{questions} holds others"] if there not in (None, asked) else []
+    return [*differences(made, {name: now.get(name) for name in made}), *trained_on, *others]
 
 
 def _read(source: Path) -> dict[str, Any]:
