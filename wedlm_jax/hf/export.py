@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,7 @@ from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import merged
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.sole_writer import locked
 
 EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory may be replaced by a new export
 MAX_SHARD_SIZE = 5 * 10**9
@@ -52,21 +55,45 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
     """A folder to write into. At the end it takes the place of `target`; where anything went wrong, nothing is left of it, and a
-    system that does not write raises a `UserError`."""
-    staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    system that does not write raises a `UserError`. What a process that is killed leaves is removed by the next one."""
+    own = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    staging, replaced, lock = _beside(own)
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        if target.exists():
-            target.rename(replaced)
-        staging.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        with lock.open("w") as file:
+            locked(file.fileno())  # until this process ends, however it does
+            try:
+                staging.mkdir()
+                yield staging
+                if target.exists():
+                    target.rename(replaced)
+                staging.rename(target)
+            finally:
+                _put_back_and_remove(own, target)
     except OSError as error:
         raise UserError(f"{target}: writing failed ({reason(error)}); nothing is left of it") from None
-    finally:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    for lock in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.lock"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, or its process has just ended
+            if locked(file.fileno()):
+                _put_back_and_remove(lock.with_suffix(""), target)
+
+
+def _put_back_and_remove(written: Path, target: Path) -> None:
+    """All that `whole_directory` made beside `target`; the earlier one is put back where nothing has taken its place."""
+    staging, replaced, lock = _beside(written)
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    lock.unlink(missing_ok=True)
+
+
+def _beside(written: Path) -> tuple[Path, ...]:
+    return tuple(written.with_name(f"{written.name}.{what}") for what in ("partial", "replaced", "lock"))
 
 
 def _tensors_to_write(model: Model) -> list[TensorToWrite]:
