@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from wedlm_jax.errors import UserError, reason
-from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf
+from wedlm_jax.hf.config import Arch, default_arch, read_json, require_fit, to_hf
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
@@ -31,25 +31,32 @@ EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory
 MAX_SHARD_SIZE = 5 * 10**9
 
 
-def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size: int = MAX_SHARD_SIZE) -> None:
+def save_hf(model: Model, path: str | Path, arch: Arch | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
     """Writes an HF directory: config.json, safetensors, generation_config.json, tokenizer files.
 
     The directory appears whole or not at all. An earlier export of ours is replaced, anything else is left alone. An
-    adapter of all rows is merged into the weights.
+    adapter of all rows is merged into the weights. `arch` None is `arch_of` the model.
 
     Raises:
       UserError: the weights do not fit `arch`, `path` is taken, or the model has an adapter of mask rows.
     """
     config, params = merged(model.config, params_of(model.transformer))
     model = dataclasses.replace(model, config=config, transformer=transformer_from(config, params))
+    arch = arch_of(model) if arch is None else arch
     require_fit(config, arch)
     target = Path(path).resolve()  # a link stays one
-    require_free(target, _is_written, _is_export, "an export of wedlm_jax")
+    require_exportable(target)
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
         write_json(staging / "config.json", _export_config(model, arch))
         write_json(staging / GENERATION_FILE, _export_generation_config(model))
+
+
+def arch_of(model: Model) -> Arch:
+    """The model type that an export declares where nobody says: that of the HF directory that the model was read from; of a
+    training or an adapter wedlm, or llama where it has neither bias nor norm."""
+    return default_arch(model.config, _source_json(model, "config.json").get("model_type"))
 
 
 @contextlib.contextmanager
@@ -144,6 +151,11 @@ def _eos(model: Model, source: dict[str, Any], complete: bool = False) -> int | 
 def _source_json(model: Model, name: str) -> dict[str, Any]:
     file = None if model.files is None else model.files / name
     return read_json(file) if file is not None and file.is_file() else {}
+
+
+def require_exportable(target: Path) -> None:
+    """As `require_free`, of a directory of `save_hf`."""
+    require_free(target, _is_written, _is_export, "an export of wedlm_jax")
 
 
 def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Callable[[Path], bool], what: str) -> None:
