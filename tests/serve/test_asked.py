@@ -92,6 +92,8 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {}, "prompt=None: must be text"),
         (False, {"prompt": []}, r"prompt=\[\]: must be text"),
         (False, {"prompt": ["Tom", 5]}, "prompt=.*: must be text"),
+        # They would be written and encoded however long they are.
+        (False, {"prompt": [[{"role": "user", "content": "Tom"}]]}, "prompt=.*; messages go to /v1/chat/completions"),
         (False, {"prompt": "Tom", "messages": []}, "'messages': no such field"),
         (False, {"prompt": "Tom", "temprature": 1}, "'temprature': no such field"),
         (False, {"prompt": "Tom", "n": 0}, "n=0"),

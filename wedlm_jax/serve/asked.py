@@ -150,11 +150,18 @@ def _prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(part, (str, list)) for part in prompt):
-            return prompt
-        if not any(isinstance(part, (str, list, dict)) for part in prompt):
+        if _is_flat(prompt):
             return [prompt]
-    raise UserError(f"prompt={shown(prompt)}: must be text, token ids, or a list of these")
+        if all(isinstance(part, str) or (isinstance(part, list) and _is_flat(part)) for part in prompt):
+            return prompt
+    raise UserError(
+        f"prompt={shown(prompt)}: must be text, token ids, or a list of these; messages go to /v1/chat/completions"
+    )
+
+
+def _is_flat(prompt: list[Any]) -> bool:
+    """Whether it may be token ids, which are looked at one by one as the prompt is read."""
+    return not any(isinstance(part, (str, list, dict)) for part in prompt)
 
 
 def _conversation(given: dict[str, Any]) -> Prompt:
