@@ -87,7 +87,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         raise UserError(f"stream_options={shown(options)}: must be an object")
     for name, value in options.items():
         if name not in STREAM_OPTIONS and value is not None and value is not False:
-            raise UserError(f"stream_options.{name}={shown(value)}: is not done here; leave it out")
+            raise UserError(f"stream_options.{name[:80]}={shown(value)}: is not done here; leave it out")
     prompts = [_conversation(given)] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)
