@@ -88,6 +88,60 @@ def test_bad_input_is_one_line_and_exit_2(monkeypatch, capsys, tmp_path, argumen
     assert not (tmp_path / "out").exists() and (tmp_path / "taken" / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", QWEN3, "--to", "out", "--arch", "llama"], "arch=llama has no qkv bias and no qk norm"),
+        (["--from", "owner/name", "--to", "taken"], "taken: not empty and holds thesis.tex"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_weights_are_fetched_or_read(
+    monkeypatch, capsys, tmp_path, arguments, message
+):
+    for name in ("locate", "load") if arguments[1] != QWEN3 else ("load",):
+        monkeypatch.setattr(command.pretrained, name, lambda *given, **named: pytest.fail("too late"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("")
+    assert run(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_arch_is_that_of_the_directory_unless_one_is_named(monkeypatch, capsys, tmp_path):
+    plain = ORACLE / "qwen3_plain" / "model"
+    for named, declared in (((), "qwen3"), (("--arch", "wedlm"), "wedlm")):
+        assert run(monkeypatch, "--from", plain, "--to", tmp_path / "out", *named) == 0
+        assert f"wrote {tmp_path / 'out'}: {declared}, float32" in capsys.readouterr().out
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == declared
+
+
+@pytest.mark.parametrize(
+    ("stored", "written", "adapter", "read"),
+    [
+        ("bfloat16", "bfloat16", False, "bfloat16"),
+        ("float32", "bfloat16", False, "bfloat16"),
+        ("bfloat16", "float32", False, "float32"),
+        ("bfloat16", "bfloat16", True, "bfloat16"),  # sums are of float32, and rounded once, in any case
+        ("float32", "bfloat16", True, "float32"),  # else its weights would be rounded too
+        ("bfloat16", "float32", True, "float32"),
+    ],
+)
+def test_weights_are_read_no_wider_than_they_are_written_where_they_are_rounded_once(
+    monkeypatch, tmp_path, stored, written, adapter, read
+):
+    asked = []
+
+    def load_nothing(source, dtype, adapter):
+        asked.append(dtype)
+        raise UserError("enough")
+
+    monkeypatch.setattr(command.pretrained, "load", load_nothing)
+    monkeypatch.setattr(command.pretrained, "exact_dtype", lambda directory: stored)
+    with pytest.raises(UserError, match="enough"):
+        convert(Convert(str(QWEN3), tmp_path / "out", dtype=written, adapter="adapter" if adapter else None))
+    assert asked == [read]
+
+
 def test_an_unknown_arch_is_refused(monkeypatch, capsys, tmp_path):
     assert run(monkeypatch, "--from", QWEN3, "--to", tmp_path / "out", "--arch", "llama") == 2
     assert "llama" in capsys.readouterr().err

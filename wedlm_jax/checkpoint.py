@@ -32,7 +32,7 @@ from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError, reason, room_for
 from wedlm_jax.kept_checkpoints import BEST_METRIC, Kept, best_of, metrics_of
 from wedlm_jax.model.adapter import split_adapter
-from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.parameters import param_axes, param_shapes
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.sharding import param_shardings
@@ -227,7 +227,7 @@ def refuse_unfit_path(workdir: Path) -> None:
 
 
 def load_params(
-    workdir: str | Path, step: Step = None, mesh: Mesh | None = None
+    workdir: str | Path, step: Step = None, mesh: Mesh | None = None, dtype: DType | None = None
 ) -> tuple[ModelConfig, dict[str, jax.Array]]:
     """The model config and the parameters by path of a workdir's checkpoint, cut over `mesh` or on the first device: those
     that were trained, which are an adapter's alone where the config has one.
@@ -235,6 +235,7 @@ def load_params(
     Args:
       workdir: where `wedlm_jax.train` ran.
       step: of the checkpoint, as for `chosen_step`.
+      dtype: in which they are read, one by one; None: as they were trained.
 
     Raises:
       UserError: there is no checkpoint, not this one, or it is damaged.
@@ -252,7 +253,9 @@ def load_params(
     else:
         axes = {name: names for name, names in param_axes(config).items() if name in shapes}
         shardings = param_shardings(mesh, axes, {name: x.shape for name, x in shapes.items()})
-    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shardings[name]) for name, x in shapes.items()}
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=shardings[name]) for name, x in shapes.items()
+    }
     folder = workdir.absolute() / _FOLDER
     options = ocp.CheckpointManagerOptions(read_only=True)
     args = ocp.args.Composite(params=ocp.args.StandardRestore(abstract))

@@ -21,12 +21,14 @@ import tyro
 from wedlm_jax import pretrained
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import AdapterFlag, parse
-from wedlm_jax.hf.config import Arch, from_hf, read_json, stock_arch
+from wedlm_jax.hf.config import Arch, from_hf, read_json, require_fit, stock_arch
+from wedlm_jax.hf.export import arch_of, require_exportable
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.merging import merged, plain
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.model_path import local_target
 
 TOLERANCE = 1e-4  # of max(1, largest logit), in float32
 
@@ -39,8 +41,9 @@ class Convert:
     """Workdir of wedlm_jax.train (its newest step; SRC@500 and SRC@best name another), HF directory, or hub id."""
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
-    arch: Arch = "wedlm"
-    """Model type to declare. Stock transformers reads qwen3 (a qk norm), qwen2 (a qkv bias) and llama (neither)."""
+    arch: Arch | None = None
+    """Model type to declare. Stock transformers reads qwen3 (a qk norm), qwen2 (a qkv bias) and llama (neither). If left out that
+    of the HF directory; of a training or an adapter wedlm, or llama where it has neither."""
     dtype: DType | None = None
     """Dtype of the weights that are written; if left out as they are stored, of a training in float32."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -53,7 +56,7 @@ class Convert:
 def convert(args: Convert) -> None:
     of_whole = {
         "--verify": args.verify,
-        f"--arch {args.arch}": args.arch != Convert.arch,
+        f"--arch {args.arch}": args.arch is not None,
         f"--dtype {args.dtype}": args.dtype is not None,
     }
     if args.only_adapter and any(of_whole.values()):
@@ -61,20 +64,27 @@ def convert(args: Convert) -> None:
         raise UserError(f"{flag} is for whole models and --only-adapter writes none; leave one of the two out")
     if args.verify:
         _require_torch()
+    if not args.only_adapter:  # before anything is fetched or read
+        require_exportable(local_target(args.target).resolve())
     directory = pretrained.locate(args.source)
     of_workdir = pretrained.is_workdir(directory)
     source = args.source if of_workdir else directory  # with the step; a hub id is fetched once
-    stored = pretrained.exact_dtype(directory)
-    # An adapter is added in float32, so that the sums are rounded once.
-    model = pretrained.load(source, stored if args.dtype is None else "float32", adapter=args.adapter)
+    config, stored = pretrained.config_of(source), pretrained.exact_dtype(directory)
+    if args.arch is not None:
+        require_fit(config, args.arch)
+    dtype = args.dtype or stored
+    # All is rounded once: as it is read, or where an adapter is added, in float32, the sum.
+    adds = args.adapter is not None or config.adapter is not None
+    model = pretrained.load(source, "float32" if adds and dtype != stored else dtype, adapter=args.adapter)
     if args.only_adapter:
         pretrained.save_adapter(model, args.target, None if of_workdir else args.source)
         print(f"wrote {args.target}: {_in_words(model)}, {_size_of(args.target) / 1e6:.1f} MB")
         return
     if args.dtype is not None:
         model = _in_dtype(model, args.dtype)
-    pretrained.save(model, args.target, args.arch)
-    print(f"wrote {args.target}: {args.arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
+    arch = arch_of(model) if args.arch is None else args.arch
+    pretrained.save(model, args.target, arch)
+    print(f"wrote {args.target}: {arch}, {model.config.param_dtype}, {_size_of(args.target) / 1e6:.1f} MB")
     if args.verify:
         # The model that was written: by now a run that goes on may have saved another.
         as_stored = not of_workdir and args.adapter is None and args.dtype in (None, stored)

@@ -116,7 +116,7 @@ def load(
     return model if chat_template_kwargs is None else _with_template(model, chat_template_kwargs)
 
 
-def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
+def save(model: Model, path: str | Path, arch: Arch | None = None) -> None:
     """Writes an HF directory: safetensors, config.json, generation_config.json, tokenizer; and decoding.json and windows.json,
     where the model was calibrated. An adapter of all rows is merged into the weights. Tokenizer files are those that the model
     was loaded with, whatever `model.tokenizer` has become; where `model.files` is None they are written from it.
@@ -125,7 +125,8 @@ def save(model: Model, path: str | Path, arch: Arch = "wedlm") -> None:
       path: where; `~` is the home directory, as for `load`.
       arch: the model type to declare. `qwen3` (qk norm), `qwen2` (qkv bias) and `llama` (neither) run the same forward pass in
         every tool that has them, stock transformers among them. `wedlm` is the official engine's name, which reads it beside
-        Tencent's own code.
+        Tencent's own code. None: as the HF directory that the model was read from has it; of a training or an adapter `wedlm`,
+        or `llama` where that is the only one that fits.
 
     Raises:
       UserError: the weights do not fit `arch`, `path` names nothing or holds something that is not an earlier export of ours, or
@@ -205,7 +206,8 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     from wedlm_jax.checkpoint import load_params  # here, so that reading an HF directory imports no orbax
 
     declared = ModelFile.read(workdir)
-    config, params = load_params(workdir, step, mesh)
+    # The parameters of an adapter stay as they were trained.
+    config, params = load_params(workdir, step, mesh, dtype if declared.base is None else None)
     config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
     files = workdir / TOKENIZER_FOLDER
     tokenizer = tokenizer_in(files)
@@ -213,9 +215,7 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
         declared.mask_token_id if mask_token_id is None else choose_mask_token_id(config, tokenizer, mask_token_id)
     )
     if declared.base is not None:
-        params = base_params(workdir, dtype, mesh) | params  # the adapter's stay as they were trained
-    else:
-        params = {name: jnp.asarray(value, dtype) for name, value in params.items()}
+        params = base_params(workdir, dtype, mesh) | params
     transformer = transformer_from(config, params)
     model = Model(transformer, config, tokenizer, mask_token_id, declared.eos_token_ids, files)
     return model if declared.base is None else dataclasses.replace(model, source=declared.named_base)

@@ -7,7 +7,10 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from wedlm_jax import generate
+from wedlm_jax.engine import QueueFull
 from wedlm_jax.engine.turns import Turns
 
 from .models import engine, same, talk, talker
@@ -99,6 +102,44 @@ def test_a_step_is_had_by_all_that_wait_to_take_one_and_who_submits_waits_for_no
     for thread in threads:
         thread.join(10)
     assert len(taken) == 1
+
+
+def test_a_request_on_its_way_to_a_row_keeps_its_place_from_another_threads(monkeypatch):
+    """As while the cache of its group is taken, which may take long."""
+    served = engine(queue=2)
+    tickets = [served.submit([5, 6, 7], talk("ar")) for _ in range(served.capacity)]
+
+    class Enough(Exception):
+        pass
+
+    def open_group(*_):
+        with pytest.raises(QueueFull):
+            served.submit([5, 6, 7], talk("ar"))
+        raise Enough
+
+    monkeypatch.setattr(served, "_open", open_group)
+    with pytest.raises(Enough):
+        served.step()
+    assert len(tickets) == served.waiting == served.capacity
+
+
+def test_rows_that_change_places_are_each_met_once_by_another_thread(monkeypatch):
+    served = engine()
+    for length in (1, 2, 9):
+        served.submit([5, 6, 7], talk("ar", max_new_tokens=length))
+    served.step()
+    [group] = served._groups.values()
+    assert [row.ticket is not None for row in group.rows] == [False, False, True]
+    met = []
+
+    class Seen(list):
+        def __setitem__(self, place, row):
+            super().__setitem__(place, row)
+            met.append(served.running)
+
+    monkeypatch.setattr(group, "rows", Seen(group.rows))
+    group._move_below(1)
+    assert {*met, served.running} == {1} and group.rows[0].ticket is not None
 
 
 def test_the_memory_that_is_held_can_be_asked_for_while_another_thread_opens_a_group(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.one_line import message_of
 from wedlm_jax.errors import UserError
-from wedlm_jax.hf.config import from_hf, read_json, to_hf
+from wedlm_jax.hf.config import default_arch, from_hf, read_json, to_hf
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.rope_scaling import RopeScaling
 
@@ -323,6 +323,27 @@ def test_an_arch_that_would_run_another_forward_pass_is_refused(arch, bias, norm
     config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
     with pytest.raises(UserError, match=mend):
         to_hf(config, arch, mask_token_id=None, special_ids={})
+
+
+@pytest.mark.parametrize(
+    ("declared", "bias", "norm", "arch"),
+    [
+        ("qwen3", False, True, "qwen3"),
+        ("wedlm", False, True, "wedlm"),
+        ("llama", False, False, "llama"),
+        (None, True, False, "wedlm"),
+        (None, False, False, "llama"),
+        ("wedlm", False, False, "llama"),
+        (None, True, True, "choose no arch; train with one of the two"),
+    ],
+)
+def test_an_export_declares_what_the_model_was_read_as_else_wedlm_else_what_fits(declared, bias, norm, arch):
+    config = dataclasses.replace(from_hf(RAW, FILE), qkv_bias=bias, qk_norm=norm)
+    if "choose" not in arch:
+        assert default_arch(config, declared) == arch
+        return
+    with pytest.raises(UserError, match=arch):
+        default_arch(config, declared)
 
 
 def test_learned_absolute_positions_have_no_hf_form():

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,58 @@ def test_the_earlier_export_comes_back_where_the_new_one_cannot_take_its_place(t
         save_hf(load_hf(MODEL), tmp_path / "out")
     assert names(tmp_path) == {"out"}
     load_hf(tmp_path / "out")
+
+
+def killed_export(monkeypatch, target, replacing=False):
+    """What is left of one: nobody cleans up, and the lock goes with the process."""
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt), export.whole_directory(target) as staging:
+        killed.setattr(export, "_put_back_and_remove", lambda written, target: None)
+        (staging / "half").write_text("")
+        if not replacing:
+            raise KeyboardInterrupt
+        rename = Path.rename
+        killed.setattr(Path, "rename", lambda path, to: interrupt() if path == staging else rename(path, to))
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_one_and_what_another_process_writes_is_not(
+    monkeypatch, tmp_path
+):
+    out, holds = (
+        tmp_path / "out",
+        "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, 2); print(flush=True)",
+    )
+    killed_export(monkeypatch, out)
+    left = names(tmp_path)
+    assert len(left) == 2
+    [lock] = tmp_path.glob(".out.*.lock")
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{holds}; sys.stdin.read()", lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        with export.whole_directory(out):
+            assert left < names(tmp_path)
+        other.stdin.close()
+    with export.whole_directory(tmp_path / "out.other"):
+        pass
+    assert names(tmp_path) == {"out", "out.other", *left}
+    with export.whole_directory(out):
+        assert not left & names(tmp_path)
+    assert names(tmp_path) == {"out", "out.other"}
+
+
+def test_an_export_that_was_moved_away_when_the_next_one_was_killed_is_put_back(monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "earlier").write_text("")
+    killed_export(monkeypatch, out, replacing=True)
+    assert not out.exists()
+    with pytest.raises(KeyboardInterrupt), export.whole_directory(out):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == {"out"} and names(out) == {"earlier"}
 
 
 def test_every_chat_template_goes_along(copy_of, tmp_path):

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.serve.asked import read_asked
+from wedlm_jax.serve.asked import IDLE, LIMITS, SETTINGS, read_asked
 
 from .client import DEFAULTS
 
@@ -92,6 +92,8 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {}, "prompt=None: must be text"),
         (False, {"prompt": []}, r"prompt=\[\]: must be text"),
         (False, {"prompt": ["Tom", 5]}, "prompt=.*: must be text"),
+        # They would be written and encoded however long they are.
+        (False, {"prompt": [[{"role": "user", "content": "Tom"}]]}, "prompt=.*; messages go to /v1/chat/completions"),
         (False, {"prompt": "Tom", "messages": []}, "'messages': no such field"),
         (False, {"prompt": "Tom", "temprature": 1}, "'temprature': no such field"),
         (False, {"prompt": "Tom", "n": 0}, "n=0"),
@@ -152,3 +154,14 @@ def test_a_field_that_cannot_be_served_is_named(chat, body, complaint):
     with pytest.raises(UserError, match=complaint) as told:
         read_asked(body, DEFAULTS, chat=chat)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("value", ["x" * 10**4, ["x" * 10**4], [[0] * 10**4], {"x" * 10**4: 1}])
+def test_no_complaint_repeats_all_that_a_client_sent(value):
+    """It is sent back, and a line of the log."""
+    for name in (*SETTINGS, *LIMITS, *IDLE, "n", "stream", "stream_options", "return_token_ids", "logprobs", "echo"):
+        if name == "stop" and isinstance(value, str | list):
+            continue
+        with pytest.raises(UserError, match=name) as told:
+            read_asked({"prompt": "Tom", name: value}, DEFAULTS, chat=False)
+        assert len(str(told.value)) < 400

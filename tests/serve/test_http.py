@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from wedlm_jax import generate
+from wedlm_jax.data import chat
 from wedlm_jax.decode.scores import Scores
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve import answer as answer_words
@@ -350,6 +351,19 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, monkeypatc
         status, answer = ask(server, path, body)
         assert status == 400
         assert "characters are longer than the context of 96 tokens; shorten it" in answer["error"]["message"]
+
+
+def test_messages_that_cannot_fit_are_refused_before_they_are_searched_for_what_the_template_left_out(
+    server, monkeypatch
+):
+    """It writes them once more for each, or searches all that it has written."""
+    monkeypatch.setattr(chat, "_check_written", lambda *_, **__: pytest.fail("searched"))
+    for messages, complaint in (
+        ([{"role": "tool", "content": "Tom " * 5000}], "characters are longer than the context of 96 tokens"),
+        ([{"role": "tool", "content": ""}] * 97, "prompt: 97 messages are longer than the context of 96 tokens"),
+    ):
+        status, answer = ask(server, CHAT, {"messages": messages})
+        assert status == 400 and complaint in answer["error"]["message"]
 
 
 def test_no_text_that_fits_is_refused_before_it_is_encoded(server):

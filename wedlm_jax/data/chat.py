@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -175,8 +175,13 @@ def write_prompt(
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[Any] | None,
     variables: Variables,
+    require: Callable[[str], None] = lambda text: None,
 ) -> str:
     """A conversation as the chat template writes it, up to where the next reply begins.
+
+    Args:
+      require: is given the text, and may raise, before that is searched for what the template left out: of a very long one this
+        takes minutes.
 
     Raises:
       BadRecord: the template refuses it, leaves a message or a call out, or reads no such variable or no tools.
@@ -185,6 +190,7 @@ def write_prompt(
     _require_template(tokenizer)
     beside = _beside(tokenizer, tools, variables)
     prompt = _render(tokenizer, messages, beside, generation_prompt=True)
+    require(prompt)
     _check_written(prompt, tokenizer, messages, beside, generation_prompt=True)
     return prompt
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, shown
 
 Variables = Mapping[str, Any]
 NO_VARIABLES: Variables = types.MappingProxyType({})
@@ -60,7 +60,7 @@ def _require_read(tokenizer: PreTrainedTokenizerBase, variables: Variables, name
         if variable in _GIVEN or variable in tokenizer.special_tokens_map:
             raise UserError(f"{name}: {variable} is given to every chat template and cannot be set; leave it out")
         if not variable.isidentifier() or not _reads(tokenizer, variable):
-            raise UserError(f"{name}: the tokenizer's chat template reads no {variable!r}; leave it out")
+            raise UserError(f"{name}: the tokenizer's chat template reads no {shown(variable)}; leave it out")
 
 
 def with_defaults(tokenizer: PreTrainedTokenizerBase, variables: Variables, name: str) -> PreTrainedTokenizerBase:

@@ -40,10 +40,10 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if sharegpt:
         role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if role is None:
-        raise BadRecord(f"message {number} has no role (keys: {', '.join(map(str, message)) or 'none'})")
+        raise BadRecord(f"message {number} has no role (keys: {', '.join(map(str, message))[:80] or 'none'})")
     if role not in _ROLES:
         known = [*_ROLES, *(_SHAREGPT_ROLES if sharegpt else ())]
-        raise BadRecord(f"message {number}: the role {role!r} is unknown; the roles are {', '.join(known)}")
+        raise BadRecord(f"message {number}: the role {shown(role)} is unknown; the roles are {', '.join(known)}")
     if content is None and role == "assistant" and message.get("tool_calls"):
         content = ""
     if isinstance(content, list):
@@ -54,7 +54,7 @@ def _message(message: Any, number: int) -> dict[str, Any]:
     if "function_call" in message:
         raise BadRecord(f"message {number}: function_call is OpenAI's earlier form of a call; write it as tool_calls")
     if message.get("weight", 1) not in (0, 1):
-        raise BadRecord(f"message {number}: weight is {message['weight']!r}; 0 for a turn not to be learned, or 1")
+        raise BadRecord(f"message {number}: weight is {shown(message['weight'])}; 0 for a turn not to be learned, or 1")
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise BadRecord(f"message {number}: tool_calls is {shown(calls)}, and not a list of calls, each an object")

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from wedlm_jax.decode.selection import RULES
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, shown
 from wedlm_jax.model.window_table import WindowTable
 
 Decoder = Literal["streaming", "verified", "lookup", "blockwise", "ar"]
@@ -66,7 +66,7 @@ class DecodeConfig:
         for name, of in (("decoder", Decoder), ("refill", Refill), ("verify", Verify), ("fill_rule", FillRule)):
             choices = get_args(of)
             if getattr(self, name) not in choices:
-                raise UserError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+                raise UserError(f"{name}={shown(getattr(self, name))}: choose one of {', '.join(choices)}")
         if self.verify == "fallback" and (self.decoder != "streaming" or self.refill != "eager"):
             raise UserError(
                 "verify=fallback is a mode of decoder=streaming with refill=eager; choose these, or verify=none"
@@ -92,12 +92,12 @@ class DecodeConfig:
         if not SMALLEST_FLOAT <= _number(self, "top_p") <= 1:
             raise UserError(f"top_p={self.top_p}: must lie in (0, 1] as a float of 32 bits")
         if not isinstance(self.stop, (tuple, list)) or any(not isinstance(s, str) or not s for s in self.stop):
-            raise UserError(f"stop={self.stop!r}: must be a tuple of non-empty strings")
+            raise UserError(f"stop={shown(self.stop)}: must be a tuple of non-empty strings")
         object.__setattr__(self, "stop", tuple(self.stop))
         if self.stop_ids is not None:
             if not isinstance(self.stop_ids, (tuple, list)):
                 raise UserError(
-                    f"stop_ids={self.stop_ids!r}: must be a tuple of token ids, or None for the model's own"
+                    f"stop_ids={shown(self.stop_ids)}: must be a tuple of token ids, or None for the model's own"
                 )
             stop_ids = tuple(dict.fromkeys(integer("stop_ids", i) for i in self.stop_ids))
             if len(stop_ids) > MOST_STOP_IDS:
@@ -107,7 +107,7 @@ class DecodeConfig:
             object.__setattr__(self, "mask_token_id", integer("mask_token_id", self.mask_token_id))
         for name in ("text_drafts", "reorder", "ban_mask"):
             if not isinstance(getattr(self, name), bool):
-                raise UserError(f"{name}={getattr(self, name)!r}: must be True or False")
+                raise UserError(f"{name}={shown(getattr(self, name))}: must be True or False")
 
     def by(self, decoder: Decoder, **changes: Any) -> DecodeConfig:
         """These settings for another decoder, which has no fallback: that is streaming's alone."""
@@ -206,7 +206,7 @@ def integer(name: str, value: object, bits: int = 32) -> int:
       UserError: it is none, or exceeds so many bits, the sign among them.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise UserError(f"{name}={value!r}: must be an integer")
+        raise UserError(f"{name}={shown(value)}: must be an integer")
     if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
         raise UserError(f"{name}={value}: must fit in {bits} bits, its sign among them")
     return int(value)
@@ -226,7 +226,7 @@ def at_least_one(name: str, value: object) -> int:
 def _number(config: DecodeConfig, name: str) -> float:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise UserError(f"{name}={value!r}: must be a number")
+        raise UserError(f"{name}={shown(value)}: must be a number")
     try:
         return float(value)
     except OverflowError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,8 +101,14 @@ def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: str = "prompt") -> Verbatim:
-    """Messages as the tokenizer's chat template writes them, up to where the answer begins; read as training data are.
+def render_messages(
+    model: Model,
+    prompt: Messages | Mapping[str, Any],
+    name: str = "prompt",
+    require: Callable[[str], None] = lambda text: None,
+) -> Verbatim:
+    """Messages as the tokenizer's chat template writes them, up to where the answer begins; read as training data are. `require`
+    is as in `write_prompt`.
 
     Raises:
       UserError: where there is no tokenizer or template, a message is none, or the template refuses them, leaves one out, or does
@@ -113,7 +119,7 @@ def render_messages(model: Model, prompt: Messages | Mapping[str, Any], name: st
     if not tokenizer.chat_template:
         raise UserError(f"{name}: the model's tokenizer has no chat template; pass text or token ids instead")
     try:
-        return Verbatim(write_prompt(read_messages([*messages], "messages"), tokenizer, tools, variables))
+        return Verbatim(write_prompt(read_messages([*messages], "messages"), tokenizer, tools, variables, require))
     except BadRecord as error:
         raise UserError(f"{name}: {error}") from None
 

@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -89,7 +89,7 @@ class Engine:
         self._num_rows, self._steps = rows, steps
         self.queue, self._cache_limit = queue, cache_limit
         self._arrived: deque[Ticket] = deque()  # since the last step, which other threads may be taking
-        self._arriving = threading.Lock()
+        self._moving = threading.Lock()  # held while a request comes or changes places, and while `submit` counts them
         self._arrivals = itertools.count()
         self._waiting: dict[tuple, deque[Ticket]] = {}  # by the group that they need, in the order of arrival
         self._groups: dict[tuple, RowGroup] = {}
@@ -150,9 +150,8 @@ class Engine:
             )
         self._require_memory(config)
         while True:
-            with self._arriving:
-                running = self.running  # before those that wait: who gets a row meanwhile is counted once at most
-                if self.waiting < max(self.queue, self.capacity - running):
+            with self._moving:
+                if self.waiting < max(self.queue, self.capacity - self.running):
                     ticket = Ticket(self, request, self._key(request.config), next(self._arrivals))
                     self._arrived.append(ticket)
                     return ticket
@@ -206,7 +205,7 @@ class Engine:
 
     def _queue_up(self) -> None:
         """Who has arrived stands behind those who need the same group."""
-        with self._arriving:
+        with self._moving:
             while self._arrived:
                 ticket = self._arrived.popleft()
                 self._waiting.setdefault(ticket.group, deque()).append(ticket)
@@ -221,13 +220,11 @@ class Engine:
             if key in self._groups and not self._groups[key].idle:
                 full.add(key)
                 continue
-            self._waiting[key].popleft()
             with self._memory_of(key, ticket):
                 if key not in self._groups:
                     self._start()  # of a group that is closed now no row may be copied any more
                     if not self._open(key, ticket.request.config):
                         # It waits for memory. So do all behind it, or a group that is never idle would starve it.
-                        self._wait_again(key, [ticket])
                         break
                 self._reserve(ticket, self._groups[key].idle)
         self._start()
@@ -246,12 +243,14 @@ class Engine:
         reused = [shared_length(prompt, other.ticket.request.prompt) for other in others]
         if not free or max(reused, default=0) >= shared + WORTH_WAITING:
             self._start()
-            self._wait_again(ticket.group, [ticket])  # to look again at what the rows hold then
-            return
+            return  # it waits still, to look again at what the rows hold then
         row = choose_row(prompt, free, [row.tokens for row in group.rows], [row.used for row in group.rows])
         source = places[best] if shared else (group, row)
         self._admitted += 1
-        self._reserved.setdefault(ticket.group, []).append(group.reserve(ticket, row, *source, shared, self._admitted))
+        with self._moving:
+            self._waiting[ticket.group].remove(ticket)
+            arrival = group.reserve(ticket, row, *source, shared, self._admitted)
+        self._reserved.setdefault(ticket.group, []).append(arrival)
 
     def _start(self) -> None:
         """Starts the requests that have been given a row."""
@@ -260,20 +259,22 @@ class Engine:
             group = self._groups[key]
             for together in group.together(arrivals):
                 if together[0].source not in self._groups.values():  # closed meanwhile, and its cache may be given away
-                    for arrival in together:
-                        group.withdraw(arrival.ticket)
-                    self._wait_again(key, [arrival.ticket for arrival in together])
+                    with self._moving:
+                        for arrival in together:
+                            group.withdraw(arrival.ticket)
+                        self._wait_again(key, [arrival.ticket for arrival in together])
                     continue
                 with self._memory_of(key):
                     group.admit(together)
                 if key not in self._groups:
                     break
 
-    def _wait_again(self, key: tuple, tickets: list[Ticket]) -> None:
-        """Puts requests that have committed nothing back where they were in their queue."""
+    def _wait_again(self, key: tuple, tickets: Sequence[Ticket]) -> None:
+        """Puts requests that have committed nothing back where they were in their queue, out of which those that are done go."""
         for ticket in tickets:
             ticket.start_over()
-        self._waiting[key] = deque(sorted([*self._waiting[key], *tickets], key=lambda ticket: ticket.arrival))
+        left = {ticket for ticket in (*self._waiting[key], *tickets) if not ticket.done}
+        self._waiting[key] = deque(sorted(left, key=lambda ticket: ticket.arrival))
 
     def _key(self, config: DecodeConfig) -> tuple:
         return *config.program(self.model.window_table), config.stop_id_slots
@@ -328,17 +329,18 @@ class Engine:
             if not out_of_memory(error):
                 raise
             held = self.cache_bytes
-            group = self._groups.pop(key, None)
             line = UserError(
                 f"out of memory with caches of {in_words(held)} and {self._num_rows} rows of context="
                 f"{self.context} for decoder={key[0]}: lower rows (--batch-size) or context (the longest prompt, max_new_tokens)"
             )
-            running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
-            idle = self._idle()
-            for other in idle:
-                del self._groups[other]
-            hit = {*started, *running}
-            again = [ticket for ticket in hit if idle and not ticket.ids]
-            self._wait_again(key, again)
-            for ticket in hit.difference(again):
-                ticket.fail(line)
+            with self._moving:
+                group = self._groups.pop(key, None)
+                running = [] if group is None else [row.ticket for row in group.rows if row.ticket is not None]
+                idle = self._idle()
+                for other in idle:
+                    del self._groups[other]
+                hit = {*started, *running}
+                again = [ticket for ticket in hit if idle and not ticket.ids]
+                for ticket in hit.difference(again):
+                    ticket.fail(line)
+                self._wait_again(key, again)

@@ -231,8 +231,10 @@ class RowGroup:
         above, free = np.flatnonzero(runs[count:]) + count, np.flatnonzero(~np.array(runs[:count]))
         for one, other in zip(above.tolist(), free.tolist(), strict=False):
             self._state, self._settings = exchange_rows(self._state, self._settings, np.array([one, other]))
-            for of_rows in (self.rows, self._halted):
-                of_rows[one], of_rows[other] = of_rows[other], of_rows[one]
+            order = np.arange(self._num_rows)
+            order[[one, other]] = other, one
+            # A list of its own: another thread that goes through the rows meets each once.
+            self.rows, self._halted = [self.rows[number] for number in order], self._halted[order]
 
     def _row_settings(self, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
         settings = RowSettings.from_configs(configs, rows, self._window_table, self._model.num_tokens)

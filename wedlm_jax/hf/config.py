@@ -205,6 +205,13 @@ def require_fit(config: ModelConfig, arch: Arch) -> None:
         )
 
 
+def default_arch(config: ModelConfig, declared: Any) -> Arch:
+    """What an export declares where nobody says: what was `declared` (None: nothing), else wedlm, each where it fits; else what
+    stock tools call this forward pass. A `UserError` where there is none."""
+    fitting = _fitting(config)
+    return next((arch for arch in (declared, "wedlm") if arch in fitting), None) or stock_arch(config)
+
+
 def stock_arch(config: ModelConfig) -> Arch:
     """The architecture of stock tools that runs this forward pass; a `UserError` where there is none."""
     arch: Arch = next(iter(_fitting(config)), "wedlm")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,32 +17,34 @@ import jax
 import numpy as np
 
 from wedlm_jax.errors import UserError, reason
-from wedlm_jax.hf.config import Arch, read_json, require_fit, to_hf, write_hf_json
+from wedlm_jax.hf.config import Arch, default_arch, read_json, require_fit, to_hf, write_hf_json
 from wedlm_jax.hf.shards import INDEX_FILE, TensorToWrite, write_tensors
 from wedlm_jax.hf.tokenizer import CHAT_TEMPLATES, GENERATION_FILE, TOKENIZER_FILES, copy_tokenizer_files
 from wedlm_jax.hf.weight_map import EMBEDDING, Row, rows
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.merging import merged
 from wedlm_jax.model.parameters import params_of, transformer_from
+from wedlm_jax.sole_writer import locked
 
 EXPORTER = "wedlm_jax"  # the `exported_by` of our config.json: such a directory may be replaced by a new export
 MAX_SHARD_SIZE = 5 * 10**9
 
 
-def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size: int = MAX_SHARD_SIZE) -> None:
+def save_hf(model: Model, path: str | Path, arch: Arch | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> None:
     """Writes an HF directory: config.json, safetensors, generation_config.json, tokenizer files.
 
     The directory appears whole or not at all. An earlier export of ours is replaced, anything else is left alone. An
-    adapter of all rows is merged into the weights.
+    adapter of all rows is merged into the weights. `arch` None is `arch_of` the model.
 
     Raises:
       UserError: the weights do not fit `arch`, `path` is taken, or the model has an adapter of mask rows.
     """
     config, params = merged(model.config, params_of(model.transformer))
     model = dataclasses.replace(model, config=config, transformer=transformer_from(config, params))
+    arch = arch_of(model) if arch is None else arch
     require_fit(config, arch)
     target = Path(path).resolve()  # a link stays one
-    require_free(target, _is_written, _is_export, "an export of wedlm_jax")
+    require_exportable(target)
     with whole_directory(target) as staging:
         write_tensors(staging, _tensors_to_write(model), max_shard_size)
         copy_tokenizer_files(model.files, model.tokenizer, staging)
@@ -48,24 +52,54 @@ def save_hf(model: Model, path: str | Path, arch: Arch = "wedlm", max_shard_size
         write_hf_json(staging / GENERATION_FILE, _export_generation_config(model))
 
 
+def arch_of(model: Model) -> Arch:
+    """The model type that an export declares where nobody says: that of the HF directory that the model was read from; of a
+    training or an adapter wedlm, or llama where it has neither bias nor norm."""
+    return default_arch(model.config, _source_json(model, "config.json").get("model_type"))
+
+
 @contextlib.contextmanager
 def whole_directory(target: Path) -> Iterator[Path]:
     """A folder to write into. At the end it takes the place of `target`; where anything went wrong, nothing is left of it, and a
-    system that does not write raises a `UserError`."""
-    staging, replaced = (target.with_name(f".{target.name}.{os.getpid()}.{what}") for what in ("partial", "replaced"))
+    system that does not write raises a `UserError`. What a process that is killed leaves is removed by the next one."""
+    own = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    staging, replaced, lock = _beside(own)
     try:
-        staging.mkdir(parents=True)
-        yield staging
-        if target.exists():
-            target.rename(replaced)
-        staging.rename(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        with lock.open("w") as file:
+            locked(file.fileno())  # until this process ends, however it does
+            try:
+                staging.mkdir()
+                yield staging
+                if target.exists():
+                    target.rename(replaced)
+                staging.rename(target)
+            finally:
+                _put_back_and_remove(own, target)
     except OSError as error:
         raise UserError(f"{target}: writing failed ({reason(error)}); nothing is left of it") from None
-    finally:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        shutil.rmtree(staging, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    for lock in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 8}.lock"):
+        with contextlib.suppress(OSError), lock.open("r+") as file:  # of another user, or its process has just ended
+            if locked(file.fileno()):
+                _put_back_and_remove(lock.with_suffix(""), target)
+
+
+def _put_back_and_remove(written: Path, target: Path) -> None:
+    """All that `whole_directory` made beside `target`; the earlier one is put back where nothing has taken its place."""
+    staging, replaced, lock = _beside(written)
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+    lock.unlink(missing_ok=True)
+
+
+def _beside(written: Path) -> tuple[Path, ...]:
+    return tuple(written.with_name(f"{written.name}.{what}") for what in ("partial", "replaced", "lock"))
 
 
 def _tensors_to_write(model: Model) -> list[TensorToWrite]:
@@ -116,6 +150,11 @@ def _eos(model: Model, source: dict[str, Any], complete: bool = False) -> int | 
 def _source_json(model: Model, name: str) -> dict[str, Any]:
     file = None if model.files is None else model.files / name
     return read_json(file) if file is not None and file.is_file() else {}
+
+
+def require_exportable(target: Path) -> None:
+    """As `require_free`, of a directory of `save_hf`."""
+    require_free(target, _is_written, _is_export, "an export of wedlm_jax")
 
 
 def require_free(target: Path, is_written: Callable[[str], bool], is_ours: Callable[[Path], bool], what: str) -> None:

@@ -87,7 +87,7 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         raise UserError(f"stream_options={shown(options)}: must be an object")
     for name, value in options.items():
         if name not in STREAM_OPTIONS and value is not None and value is not False:
-            raise UserError(f"stream_options.{name}={shown(value)}: is not done here; leave it out")
+            raise UserError(f"stream_options.{name[:80]}={shown(value)}: is not done here; leave it out")
     prompts = [_conversation(given)] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)
@@ -150,11 +150,18 @@ def _prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(part, (str, list)) for part in prompt):
-            return prompt
-        if not any(isinstance(part, (str, list, dict)) for part in prompt):
+        if _is_flat(prompt):
             return [prompt]
-    raise UserError(f"prompt={shown(prompt)}: must be text, token ids, or a list of these")
+        if all(isinstance(part, str) or (isinstance(part, list) and _is_flat(part)) for part in prompt):
+            return prompt
+    raise UserError(
+        f"prompt={shown(prompt)}: must be text, token ids, or a list of these; messages go to /v1/chat/completions"
+    )
+
+
+def _is_flat(prompt: list[Any]) -> bool:
+    """Whether it may be token ids, which are looked at one by one as the prompt is read."""
+    return not any(isinstance(part, (str, list, dict)) for part in prompt)
 
 
 def _conversation(given: dict[str, Any]) -> Prompt:

@@ -178,13 +178,21 @@ class Service:
                     ticket.cancel()
 
     def _encoded(self, prompt: Prompt, name: str) -> list[int]:
-        """Token ids. Text that cannot fit is refused before it is encoded: meanwhile the texts of all others would wait."""
+        """Token ids. What cannot fit is refused before it is encoded: meanwhile the texts of all others would wait."""
+        context = self.engine.context
+
+        def require_short(text: str) -> None:
+            if len(text) > self._most_characters:
+                raise UserError(
+                    f"{name}: {len(text)} characters are longer than the context of {context} tokens; shorten it"
+                )
+
         if isinstance(prompt, Mapping):
-            prompt = render_messages(self.engine.model, prompt, name)
-        if isinstance(prompt, str) and len(prompt) > self._most_characters:
-            raise UserError(
-                f"{name}: {len(prompt)} characters are longer than the context of {self.engine.context} tokens; shorten it"
-            )
+            if (count := len(prompt["messages"])) > context:  # of which each is a token, and more
+                raise UserError(f"{name}: {count} messages are longer than the context of {context} tokens; shorten it")
+            prompt = render_messages(self.engine.model, prompt, name, require_short)
+        elif isinstance(prompt, str):
+            require_short(prompt)
         return encode_prompt(self.engine.model, prompt, name)
 
     def _with_room(self, asked: Asked, prompt: int, name: str) -> DecodeConfig:
