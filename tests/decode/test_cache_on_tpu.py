@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks import forward_for_tpu
 from benchmarks.forward_for_gpu import STARTED, operations
@@ -22,10 +23,12 @@ from wedlm_jax.engine import programs
 from wedlm_jax.engine.memory import cache_slots
 from wedlm_jax.model import weights as rooms
 from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.kv_cache import KVCache
 from wedlm_jax.model.parameters import param_shapes, transformer_from
 from wedlm_jax.model.weights import Weights
 from wedlm_jax.model.window_table import ON_ACCELERATOR
 from wedlm_jax.ops.attention import trial, window_tpu
+from wedlm_jax.program_costs import collectives
 from wedlm_jax.sharding import MeshConfig, make_mesh, on_mesh, replicated
 
 pytestmark = pytest.mark.skipif(
@@ -173,16 +176,25 @@ def test_kernels_of_int8_become_bfloat16_inside_the_products(monkeypatch):
     assert of_layers and [result for result in of_layers if result.startswith(layer) and "S(1)" not in result] == []
 
 
+VERIFIED = DecodeConfig("verified", mask_token_id=511, stop_ids=(0,))
+
+
+def opened(weights, rows, context):
+    """The state of an engine's rows."""
+    slots = VERIFIED.slots(ON_ACCELERATOR)
+    sizes = dict(rows=rows, context=context, slots=slots, cache_slots=cache_slots(context, slots))
+    return jax.eval_shape(functools.partial(programs.open_rows, **sizes, holds_back=True), weights)
+
+
+def settings_of(rows):
+    return RowSettings.from_configs([VERIFIED] * rows, range(rows), ON_ACCELERATOR)
+
+
 @pytest.mark.parametrize("together", [1, 4])
 def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatch):
     monkeypatch.setattr(rooms, "LARGE", 2**40)  # as over a mesh
     mesh = make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1"))
-    config = DecodeConfig("verified", mask_token_id=511, stop_ids=(0,))
     context, slots = PROMPT + NEW, 256
-    opened = functools.partial(
-        programs.open_rows, rows=ROWS, context=context, slots=config.slots(ON_ACCELERATOR),
-        cache_slots=cache_slots(context, config.slots(ON_ACCELERATOR)), holds_back=True,
-    )  # fmt: skip
 
     def filled(weights, state, settings, rows, prompt, length, own, hidden):
         with on_mesh(mesh):
@@ -191,14 +203,47 @@ def test_no_cache_is_copied_where_an_engine_starts_requests(together, monkeypatc
             return programs.fill_rows(*arguments, holds_back=True, drafter="verified")
 
     weights = Weights.of(transformer_from(MODEL, zeros(MODEL)))
-    settings, own = (
-        RowSettings.from_configs([config] * rows, range(rows), ON_ACCELERATOR) for rows in (ROWS, together)
-    )
     rows, prompt = jnp.zeros(together, jnp.int32), jnp.zeros((together, context), jnp.int32)
     hidden = jnp.zeros(
-        (together, riding_masks("verified", config.slots(ON_ACCELERATOR)), MODEL.hidden_size), MODEL.dtype
+        (together, riding_masks("verified", VERIFIED.slots(ON_ACCELERATOR)), MODEL.hidden_size), MODEL.dtype
     )
-    state = jax.eval_shape(opened, weights)
-    arguments = on_chip((weights, state, settings, rows, prompt, rows, own, hidden), mesh)
-    text = jax.jit(filled, donate_argnums=(1, 2)).lower(*arguments).compile().as_text()
+    state = opened(weights, ROWS, context)
+    given = weights, state, settings_of(ROWS), rows, prompt, rows, settings_of(together), hidden
+    text = jax.jit(filled, donate_argnums=(1, 2)).lower(*on_chip(given, mesh)).compile().as_text()
     assert_no_copy_of_cache(text, state.cache)
+
+
+def test_over_chips_that_cut_rows_an_engine_sends_each_request_once(monkeypatch):
+    """The keys and values of one request at a time; as a slice, those of all that start together were gathered for each."""
+    monkeypatch.setattr(rooms, "LARGE", 2**40)
+    mesh, together, slots = make_mesh(MeshConfig(data=4), absent_devices.devices("v5e:2x2")), 4, 256
+    context = PROMPT + NEW
+
+    def filled(*arguments):
+        with on_mesh(mesh):
+            return programs.fill_rows(*arguments, None, holds_back=True, drafter=None)
+
+    def cut(cache):
+        by_rows = NamedSharding(mesh, PartitionSpec(None, "data"))
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_rows), cache)
+
+    weights = Weights.of(transformer_from(MODEL, zeros(MODEL)))
+    state, rows = opened(weights, 8, context), jnp.zeros(together, jnp.int32)
+    cache = cut(jax.eval_shape(lambda: KVCache.zeros(MODEL, together, slots)))
+    given = weights, programs.without_cache(state), settings_of(8), rows, jnp.zeros((together, context), jnp.int32)
+    weights, others, settings, rows, prompt = on_chip(given, mesh)
+    state = dataclasses.replace(others, cache=cut(state.cache))
+    arguments = weights, state, settings, rows, cache, prompt, rows, on_chip(settings_of(together), mesh)
+    sent = collectives(jax.jit(filled, donate_argnums=(1, 2)).lower(*arguments).compile().as_text())
+    of_request = cache.k.size * cache.k.dtype.itemsize // together
+    assert sum(one.times * one.nbytes for one in sent if one.nbytes >= of_request) == together * 2 * of_request
+
+
+def test_two_rows_change_places_with_no_more_than_these_beside_the_cache(monkeypatch):
+    monkeypatch.setattr(rooms, "LARGE", 2**40)
+    mesh = make_mesh(MeshConfig(), absent_devices.devices("v5e:1x1"))
+    state = opened(Weights.of(transformer_from(MODEL, zeros(MODEL))), 8, 16_384)
+    given = on_chip((state, settings_of(8), jnp.zeros(2, jnp.int32)), mesh)
+    memory = programs.exchange_rows.lower(*given).compile().memory_analysis()
+    row = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache)) // 8
+    assert memory.alias_size_in_bytes >= 8 * row and memory.temp_size_in_bytes <= 2 * row

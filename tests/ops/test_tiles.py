@@ -7,6 +7,8 @@ import pytest
 
 from tests.quick_jit import quick_jit
 from wedlm_jax.ops.tiles import by_tiles
+from wedlm_jax.program_costs import collectives
+from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh
 
 D, F = 6, 10
 RNG = np.random.default_rng(0)
@@ -43,6 +45,14 @@ def test_what_fills_the_last_tile_makes_no_nan():
     x = jnp.asarray(RNG.normal(size=(1, 5, D)), jnp.float32)
     found, expected = (jax.grad(lambda x: jnp.sum(by_tiles(norm, tile, x) ** 3))(x) for tile in (2, None))  # noqa: B023
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("length", [12, 13])
+def test_over_a_mesh_that_cuts_rows_devices_send_each_other_nothing(length):
+    mesh = make_mesh(MeshConfig(data=2), jax.devices()[:2])
+    x = jax.ShapeDtypeStruct((4, length, D), jnp.float32, sharding=batch_sharding(mesh))
+    gradient = jax.jit(jax.grad(lambda x: jnp.sum(by_tiles(lambda x: x**2, 4, x)[:, 1:])), out_shardings=x.sharding)
+    assert collectives(gradient.lower(x).compile().as_text()) == []
 
 
 def test_no_tile_is_longer_than_asked_and_they_are_even():

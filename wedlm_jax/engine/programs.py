@@ -19,8 +19,9 @@ from wedlm_jax.decode.first_drafts import first_drafts
 from wedlm_jax.decode.loop import Program, Progress, run_steps
 from wedlm_jax.decode.prefill import begin, fill_cache
 from wedlm_jax.decode.state import STOPPED, DecodeState
-from wedlm_jax.model.kv_cache import Cache
+from wedlm_jax.model.kv_cache import AXES, Cache
 from wedlm_jax.model.weights import Weights
+from wedlm_jax.sharding import axes_over, on_mesh, over_mesh
 
 
 @functools.partial(jax.jit, static_argnames=("rows", "context", "slots", "cache_slots", "holds_back"))
@@ -117,8 +118,7 @@ def fill_rows(
         def cached(all_rows: jax.Array, new: jax.Array) -> jax.Array:  # [layers, B, K, S, H]
             """The prompt alone, and zeros behind it as far as the request before has written."""
             row, slots, S = rows[number], new.shape[3], all_rows.shape[3]
-            one = jax.lax.dynamic_slice_in_dim(new, number, 1, axis=1)
-            one = jnp.where(jnp.arange(slots)[:, None] < prompt_length[number], one, 0)
+            one = jnp.where(jnp.arange(slots)[:, None] < prompt_length[number], one_row(new, number), 0)
             size = math.gcd(S, slots)  # of a block of zeros: none reaches over an end
             zeros = jnp.zeros_like(one[:, :, :, :size])
 
@@ -134,8 +134,25 @@ def fill_rows(
         caches = jax.tree.map(cached, caches, fresh.cache)
         return caches, jax.tree.map(one_of, others, (without_cache(fresh), own))
 
-    cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, (state.cache, (without_cache(state), settings)))
+    with on_mesh(weights.mesh):
+        held = state.cache, (without_cache(state), settings)
+        cache, (state, settings) = jax.lax.fori_loop(0, rows.shape[0], put, held)
     return dataclasses.replace(state, cache=cache), settings
+
+
+def one_row(x: jax.Array, number: jax.Array) -> jax.Array:
+    """One row of an array of a cache: [layers, 1, K, S, H] of [layers, R, K, S, H]. Over a mesh that cuts rows, from the device
+    that holds it: XLA would gather all of them."""
+    over = axes_over("batch", x.shape[1])
+
+    def of_held(x: jax.Array, number: jax.Array) -> tuple[jax.Array]:
+        if not over:
+            return (jax.lax.dynamic_slice_in_dim(x, number, 1, axis=1),)
+        number -= jax.lax.axis_index(over) * x.shape[1]
+        one = jax.lax.dynamic_slice_in_dim(x, number, 1, axis=1)
+        return (jax.lax.psum(jnp.where((number >= 0) & (number < x.shape[1]), one, 0), over),)
+
+    return over_mesh(of_held, [AXES, ()], [(None, None, "kv_heads", None, None)], x, number)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("program", "rows", "steps"), donate_argnames="state")
@@ -165,8 +182,12 @@ def exchange_rows(state: DecodeState, settings: RowSettings, places: jax.Array) 
     """Two rows, `places` int [2], change places, and with them what their caches hold."""
 
     def exchange(axis: int, x: jax.Array) -> jax.Array:
-        before = (slice(None),) * axis
-        return x.at[*before, places].set(x[*before, places[::-1]], unique_indices=True)
+        """Read in a loop: gathered or scattered together XLA holds both several times on TPU, and a slice that is fused with what
+        writes it makes a copy of the whole on a CPU."""
+        rows = jax.lax.map(lambda place: jax.lax.dynamic_slice_in_dim(x, place, 1, axis), places)
+        for row, place in zip(rows, places[::-1], strict=True):
+            x = jax.lax.dynamic_update_slice_in_dim(x, row, place, axis)
+        return x
 
     cache = jax.tree.map(functools.partial(exchange, 1), state.cache)  # [layers, B, K, S, H]
     state, settings = jax.tree.map(functools.partial(exchange, 0), (without_cache(state), settings))

@@ -30,9 +30,12 @@ def by_tiles(function: Callable[..., jax.Array], tile: int | None, x_BLD: jax.Ar
         return function(x_BLD, *rows)
     tiles = -(-L // tile)
     tile = -(-L // tiles)  # as even as they can be
+    missing = tiles * tile - L
 
     def cut(x: jax.Array) -> jax.Array:
-        padded = jnp.pad(x, ((0, 0), (0, tiles * tile - L), *[(0, 0)] * (x.ndim - 2)), mode="edge")
+        # Not by `jnp.pad`, which pads every axis, if by nothing: for its gradient devices that cut rows send each other zeros.
+        last = jnp.repeat(x[:, -1:], missing, axis=1)
+        padded = jnp.concatenate([x, last], axis=1) if missing else x
         return jnp.swapaxes(padded.reshape(B, tiles, tile, *x.shape[2:]), 0, 1)
 
     cuts = cut(x_BLD), tuple(cut(x) for x in rows)
