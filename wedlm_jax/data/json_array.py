@@ -26,11 +26,10 @@ def elements(data: bytes, path: Path) -> Iterator[tuple[int, int]]:
     """Where each element of the array that a file holds begins and ends, in bytes.
 
     Raises:
-        UserError: what is no JSON hides all elements behind it; or more follows the array.
+      UserError: what is no JSON hides all elements behind it; or more follows the array.
     """
-    text = data.decode(
-        "latin-1"
-    )  # a character for each byte: those of UTF-8 are within strings alone, and none of JSON's own
+    # A character for each byte: those of UTF-8 lie within strings alone, and are none of JSON's own.
+    text = data.decode("latin-1")
     at, number = _behind_space(text, text.index("[") + 1), 0
     empty = text[at : at + 1] == "]"
     while not empty:
