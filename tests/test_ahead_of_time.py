@@ -128,7 +128,7 @@ def test_an_unknown_topology_is_named_with_the_known_ones(topology):
 )
 def test_a_slice_that_is_nowhere_is_refused_with_those_that_are(topology, known):
     """libtpu would compile for it."""
-    message = message_of(EXPERIMENT, topology)
+    message = message_of(compile_only, EXPERIMENT, topology)
     assert message.startswith(f"--compile-only {topology}: no such slice; ") and known in message
 
 

@@ -42,8 +42,7 @@ class Convert:
     target: Annotated[Path, tyro.conf.arg(name="to", metavar="DST")]
     """Directory to write; an earlier export is replaced."""
     arch: Arch | None = None
-    """Model type to declare. Stock transformers reads qwen3 (a qk norm), qwen2 (a qkv bias) and llama (neither). If left out that
-    of the HF directory; of a training or an adapter wedlm, or llama where it has neither."""
+    """For stock tools qwen3 (a qk norm), qwen2 (a qkv bias) or llama (neither). Left out: SRC's; of a training wedlm or llama."""
     dtype: DType | None = None
     """Dtype of the weights that are written; if left out as they are stored, of a training in float32."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
