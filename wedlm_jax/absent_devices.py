@@ -81,12 +81,12 @@ def canonical(topology: str) -> str:
     if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
         known = ", ".join([*CHIPS, *ALIASES])
         raise UserError(
-            f"--compile-only: topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 "
+            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 "
             f"or, of two machines, h100:2x8, with KIND of {known}"
         )
     sides, pod = sorted(map(int, shape.split("x"))), CHIPS[kind].pod
     if pod and (len(sides) != len(pod) or any(side > most for side, most in zip(sides, pod, strict=True))):
-        raise UserError(f"--compile-only {topology}: no such slice; {_slices(kind)}")
+        raise UserError(f"topology {topology}: no such slice; {_slices(kind)}")
     return f"{kind}:{shape}"
 
 
@@ -124,7 +124,7 @@ def _tpus(topology: str) -> list[jax.Device]:
     except Exception as error:  # libtpu raises several types for shapes that no slice has
         reason = str(error).partition("\n")[0]
         kind = topology.partition(":")[0]
-        raise UserError(f"--compile-only {topology}: libtpu knows no such slice ({reason}); {_slices(kind)}") from None
+        raise UserError(f"topology {topology}: libtpu knows no such slice ({reason}); {_slices(kind)}") from None
 
 
 def _gpus(chip: Chip, gpu: Gpu, shape: str) -> list[jax.Device]:

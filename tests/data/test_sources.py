@@ -259,6 +259,13 @@ def test_a_line_that_the_system_does_not_read_any_more_is_an_error_that_names_it
         documents[1]
 
 
+def test_a_file_that_another_thread_lets_go_of_is_read_to_the_end(tmp_path, monkeypatch):
+    source = open_path(config_of(write_lines(tmp_path / "chat.jsonl", CHATS)), 64)
+    before, pread = source.fetch(1), os.pread
+    monkeypatch.setattr(os, "pread", lambda *given: (source.let_go(), pread(*given))[1])
+    assert source.fetch(1) == before
+
+
 @pytest.mark.parametrize("source", ["chat", "tokens"])
 def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkeypatch, source):
     """As systems are set up a process may have 1,024 open; also those of which it reads again in another epoch."""

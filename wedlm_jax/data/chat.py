@@ -115,7 +115,7 @@ def _reply_span(
             f"message {number}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}; "
             "name the token that ends a turn as data.end_token"
         )
-    if not _holds(whole[len(prompt) : stop], messages[number]):
+    if not _holds(_squeezed(whole[len(prompt) : stop]), messages[number]):
         raise BadRecord(
             f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
             "be learned without; take it out of the record, or data.loss_on_turns=each or last"
@@ -247,12 +247,13 @@ def _check_written(
     """Raises a `BadRecord` where the template passes over a message because of its role, as Qwen's do with a developer's, or over
     the calls of a turn. A text that is not in `written` is not enough: templates escape and shorten. Nor is one that is: tools
     beside the messages have the names of calls. All must come out the same without it."""
+    squeezed = _squeezed(written)
     for number, message in enumerate(messages):
         less: list[Message] = []
         if message["role"] == "assistant" and message.get("tool_calls"):
             less = [{key: value for key, value in message.items() if key != "tool_calls"}]
             what = "the calls of this turn; use a template that writes them, or take them and what came of them out"
-        elif message["role"] in ("user", "assistant") or _holds(written, message):
+        elif message["role"] in ("user", "assistant") or _holds(squeezed, message):
             continue
         else:
             what = (
@@ -268,10 +269,14 @@ def _check_written(
             raise BadRecord(f"message {number}: the chat template leaves out {what}")
 
 
-def _holds(reply: str, message: Message) -> bool:
-    """Whether all that the message says is in the reply; templates may add to it and move white space."""
-    squeezed = "".join(reply.split())
-    return all("".join(text.split()) in squeezed for text in (*_texts(message), *_called(message)))
+def _squeezed(text: str) -> str:
+    """Without white space, which templates move."""
+    return "".join(text.split())
+
+
+def _holds(squeezed: str, message: Message) -> bool:
+    """Whether all that the message says is in a squeezed text; templates may add to it."""
+    return all(_squeezed(text) in squeezed for text in (*_texts(message), *_called(message)))
 
 
 def _reaches_further(

@@ -55,12 +55,12 @@ def choose_columns(config: SourceConfig, names: Iterable[str]) -> tuple[Kind, tu
         return found[0]
     kinds = _KINDS.get(config.source, _KINDS["table"])
     usual = [one for one in _USUAL if one[0] in kinds]
-    last: list[tuple[Kind, tuple[str, ...]]] = [("completion", _ALPACA)] if "completion" in kinds else []
-    found = [one for one in usual if set(one[1]) <= set(names)] or [one for one in last if set(one[1]) <= set(names)]
+    alpaca: list[tuple[Kind, tuple[str, ...]]] = [("completion", _ALPACA)] if "completion" in kinds else []
+    found = [one for one in usual if set(one[1]) <= set(names)] or [one for one in alpaca if set(one[1]) <= set(names)]
     if len(found) == 1:
         return found[0]
     fields = " or ".join(dict.fromkeys(_FIELDS[kind] for kind, _ in usual))
-    known = ", ".join(" with ".join(columns) for _, columns in (*usual, *last))
+    known = ", ".join(" with ".join(columns) for _, columns in (*usual, *alpaca))
     what = f"{found[0][1][0]} and {found[1][1][0]} are both there" if found else f"none of {known} is there"
     raise BadRecord(f"{what} (there are: {_listed(names)}); name what to learn as {fields}")
 

@@ -65,10 +65,10 @@ class SourceConfig:
     held_out_split: str | None = None  # tfds, hf_dataset: None is `dataset_split`
     text_column: str | None = None  # plain text; None finds `text`
     messages_column: str | None = None  # a conversation; None finds `messages` or `conversations` (ShareGPT)
-    prompt_column: str | None = (
-        None  # with completion_column: a question and its answer; None finds `prompt`, or Alpaca's
-    )
-    completion_column: str | None = None  # `instruction` with its `input` behind it; and `completion`, or `output`
+    # A question and its answer, both or neither; None finds `prompt` and `completion`, or else Alpaca's `instruction`, with its
+    # `input` behind it, and `output`.
+    prompt_column: str | None = None
+    completion_column: str | None = None
     plain_prompt: bool = False  # prompt and completion as they are, and not as two turns of the chat template
     document_end_id: int | None = None  # tokens: documents are cut after this token; None: a piece is one document
 

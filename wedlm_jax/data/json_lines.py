@@ -69,7 +69,8 @@ class JsonLines:
         if (data := self._data()) is not None:
             return data[start:end].strip()
         with reading(self._path):
-            return os.pread(self._opened().fileno(), end - start, start).strip()
+            file = self._opened()  # held until it is read: another thread may let go of it, and open others
+            return os.pread(file.fileno(), end - start, start).strip()
 
     def _opened(self) -> BinaryIO:
         file = self._file
