@@ -156,12 +156,12 @@ def test_missing_cuda_plugin_is_told_with_its_command(monkeypatch):
 
 
 def test_the_shape_of_the_model_that_it_starts_from_is_read_without_its_weights(tmp_path):
-    """Computed as on an accelerator, with the optimizer's float32 parameters; what is set of it stays set."""
+    """With the optimizer's float32 parameters; what is set of it stays set."""
     (tmp_path / "config.json").write_text((ORACLE / "wedlm_qwen3" / "model" / "config.json").read_text())
     shape = from_hf(read_json(tmp_path / "config.json"), tmp_path / "config.json")
     experiment = dataclasses.replace(EXPERIMENT, model=ModelOverrides(remat="full"), init_from=str(tmp_path))
     expected = dataclasses.replace(shape, dtype="bfloat16", param_dtype="float32", remat="full")
-    assert ahead_of_time.model_of(experiment) == expected
+    assert ahead_of_time.model_of(experiment, "bfloat16") == expected
     message = message_of(compile_only, dataclasses.replace(EXPERIMENT, model=None, init_from="runs/x"), "v5e:2x4")
     assert message.startswith("runs/x: no such directory; ")
 
@@ -212,10 +212,16 @@ def test_the_large_experiments_have_a_model_of_their_own_and_compute_in_bfloat16
 
 
 @NEEDS_LIBTPU
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1"])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
 def test_a_chip_is_called_as_jax_calls_the_device(topology):
     """By this the bandwidth of a device that is here is found."""
     assert devices(topology)[0].device_kind == chip_of(topology).name
+
+
+@NEEDS_LIBTPU
+def test_a_chip_of_a_tpu7x_is_two_devices():
+    assert len(devices("tpu7x:1x1x1")) == 2
+    assert len(devices(canonical("ironwood:2x2x1"))) == 8
 
 
 @NEEDS_LIBTPU
@@ -234,6 +240,17 @@ def test_a_tiny_step_compiles_for_gpus_of_one_machine_and_of_two():
     assert 0 < one.peak < CHIPS["h100"].hbm
     assert one.traffic["all-gather"] > 0 and one.traffic == two.traffic
     assert "NVLink" in "\n".join(one.lines())
+
+
+@NEEDS_GPU_COMPILER
+def test_a_gpu_that_does_not_multiply_in_bfloat16_computes_in_float32(tmp_path):
+    """A T4 as Colab lends it, where the experiment leaves the dtype open."""
+    (tmp_path / "config.json").write_text((ORACLE / "wedlm_qwen3" / "model" / "config.json").read_text())
+    experiment = dataclasses.replace(EXPERIMENT, model=None, init_from=str(tmp_path))
+    on_t4, on_l4 = (
+        str(trace_step(experiment, make_mesh(experiment.mesh, devices(gpu))).jaxpr) for gpu in ("t4:1", "l4:1")
+    )
+    assert "bf16" in on_l4 and "bf16" not in on_t4
 
 
 @NEEDS_GPU_COMPILER

@@ -51,18 +51,32 @@ class Gpu:
 
 HOPPER = Gpu((9, 0), multiprocessors=132, clock_ghz=1.98, l2_cache=50 * 2**20, shared_memory=228 * 2**10)
 AMPERE = Gpu((8, 0), multiprocessors=108, clock_ghz=1.41, l2_cache=40 * 2**20, shared_memory=164 * 2**10, cores=64)
+BLACKWELL = Gpu((10, 0), multiprocessors=148, clock_ghz=1.97, l2_cache=126 * 2**20, shared_memory=228 * 2**10)
+ADA = Gpu((8, 9), multiprocessors=58, clock_ghz=2.04, l2_cache=48 * 2**20, shared_memory=100 * 2**10)
+TURING = Gpu((7, 5), multiprocessors=40, clock_ghz=1.59, l2_cache=4 * 2**20, shared_memory=64 * 2**10, cores=64)
 
-# cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), nvidia.com/data-center; read in November 2026. NVLink's
-# sheets count both directions.
+# cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), tpu7x, nvidia.com/data-center; read in November 2026.
+# NVLink's and PCIe's sheets, and that of TPU7x, count both directions; a chip of TPU7x is two devices.
 CHIPS = {
     "v5e": Chip("TPU v5 lite", 16 * 2**30, 819e9, "ICI", 1600e9 / 8, (16, 16)),
     "v5p": Chip("TPU v5", 95 * 2**30, 2765e9, "ICI", 4800e9 / 8, (16, 20, 28)),
     "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8, (16, 16)),
+    "tpu7x": Chip("TPU7x", 192 * 2**30 / 2, 7380e9 / 2, "ICI", 1200e9 / 2 / 2, (16, 24, 24)),
     "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, gpu=AMPERE),
     "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, gpu=HOPPER),
     "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, gpu=HOPPER),
+    "b200": Chip("NVIDIA B200", 180e9, 8000e9, "NVLink", 1800e9 / 2, gpu=BLACKWELL),
+    "l4": Chip("NVIDIA L4", 24 * 2**30, 300e9, "PCIe", 64e9 / 2, gpu=ADA),
+    "t4": Chip("Tesla T4", 16 * 2**30, 320e9, "PCIe", 32e9 / 2, gpu=TURING),
 }
-ALIASES = {"v5litepod": "v5e", "v5 lite": "v5e", "v6 lite": "v6e", "trillium": "v6e"}
+ALIASES = {
+    "v5litepod": "v5e",
+    "v5 lite": "v5e",
+    "v6 lite": "v6e",
+    "trillium": "v6e",
+    "v7x": "tpu7x",
+    "ironwood": "tpu7x",
+}
 
 
 def chip_of(topology: str) -> Chip:

@@ -20,7 +20,8 @@ from wedlm_jax.absent_devices import canonical, chip_of, devices
 from wedlm_jax.data.packing import PackedBatch
 from wedlm_jax.errors import UserError, out_of_memory
 from wedlm_jax.experiment import Experiment
-from wedlm_jax.model.config import ModelConfig, ModelOverrides
+from wedlm_jax.hf.weights import fastest_dtype
+from wedlm_jax.model.config import DType, ModelConfig, ModelOverrides
 from wedlm_jax.pretrained import config_of
 from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
 from wedlm_jax.sharding import batch_sharding, make_mesh
@@ -96,7 +97,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         fit the memory of its chips.
     """
     topology = canonical(topology)
-    model_of(experiment)  # before the compiler is asked for
+    model_of(experiment, "bfloat16")  # what is wrong with it, before the compiler is asked for
     mesh = make_mesh(experiment.mesh, devices(topology))
     start = time.monotonic()
     traced = trace_step(experiment, mesh)
@@ -145,7 +146,7 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
       UserError: the experiment has no model, its rows are past the model's context, or its batch cannot be split over the mesh.
     """
     experiment.check_batch(mesh)
-    model = model_of(experiment)
+    model = model_of(experiment, fastest_dtype(mesh.devices.flat[0]))
     refuse_long_rows(experiment, model)
     settings = experiment.step_settings(model, experiment.objective.mask_token_id or 0)
     shape, sharding = (experiment.train.batch_size, experiment.data.row_length), batch_sharding(mesh)
@@ -161,12 +162,12 @@ def trace_step(experiment: Experiment, mesh: Mesh) -> Any:
     return compile_step(step, settings, mesh).trace(state, batch)  # type: ignore[attr-defined]
 
 
-def model_of(experiment: Experiment) -> ModelConfig:
-    """Its own model, or the shape of the one that it starts from, computed as it will be on an accelerator."""
+def model_of(experiment: Experiment, dtype: DType) -> ModelConfig:
+    """Its own model, or the shape of the one that it starts from, computed in `dtype` where it names none."""
     experiment.require_model()
     if isinstance(experiment.model, ModelConfig):
         return experiment.model
-    return (experiment.model or ModelOverrides()).over(config_of(str(experiment.init_from)), "bfloat16")
+    return (experiment.model or ModelOverrides()).over(config_of(str(experiment.init_from)), dtype)
 
 
 def _gigabytes(count: float) -> str:

@@ -51,7 +51,7 @@ class Calibrate(ChatModelFlags):
     batch_size: int = 16
     """Requests decoded at once."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Parameters and compute; None is bfloat16 on accelerators and float32 on CPU."""
+    """Parameters and compute; None is bfloat16 on accelerators, float32 on CPUs and GPUs before Ampere."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 

@@ -34,8 +34,9 @@ AdapterFlag = Annotated[
 DTypeFlag = Annotated[
     Literal["float32", "bfloat16", "int8"] | None,
     tyro.conf.arg(
-        help="Of parameters and compute; None is bfloat16 on accelerators and float32 on CPU. float32 multiplies in float32 on "
-        "accelerators too. int8 computes as None, with the layers' kernels rounded to 8 bits, a half or a quarter of their bytes."
+        help="Of parameters and compute; None is bfloat16 on accelerators, float32 on CPUs and GPUs before Ampere. float32 "
+        "multiplies in float32 on accelerators too. int8 computes as None, with the layers' kernels rounded to 8 bits, a half or "
+        "a quarter of their bytes."
     ),
 ]
 

@@ -60,8 +60,9 @@ def load(
     Args:
       path: an HF directory (config.json and safetensors), a workdir of `wedlm_jax.train` (its newest checkpoint; `WORKDIR@500`
         and `WORKDIR@best` name another), or a hub id `owner/name`, which is fetched where no such local path exists.
-      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
-        and float32 on CPU. "int8": that default, but the layers' kernels, which are most of a model, rounded (`model.int8`).
+      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is `fastest_dtype`, bfloat16 on
+        most accelerators and float32 on CPUs. "int8": that default, but the layers' kernels, which are most of a model,
+        rounded (`model.int8`).
       mask_token_id: overrides the id that the directory declares.
       mesh: the devices that the parameters are cut over (sharding.py), each reading its part alone; sizes take the first ones;
         None: the first device.

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +59,23 @@ def test_dtype_sets_parameters_and_compute(dtype):
     assert {p.dtype.name for p in params_of(model.transformer).values()} == {name}
 
 
-def test_default_dtype_on_cpu_is_float32(monkeypatch):
+def test_default_dtype_on_cpu_is_float32():
     assert load_hf(ORACLE / "qwen3_plain" / "model").config.dtype == "float32"
-    monkeypatch.setattr(weights.jax, "default_backend", lambda: "gpu")
-    assert weights.resolve_dtype(None) == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ({"platform": "tpu"}, "bfloat16"),
+        ({"platform": "gpu", "compute_capability": "7.5"}, "float32"),  # a T4
+        ({"platform": "gpu", "compute_capability": "8.0"}, "bfloat16"),
+        ({"platform": "gpu", "compute_capability": "12.0"}, "bfloat16"),
+        ({"platform": "gpu", "compute_capability": "gfx942"}, "bfloat16"),  # AMD's
+    ],
+)
+def test_default_dtype_on_accelerators_is_bfloat16_where_they_multiply_it(monkeypatch, device, dtype):
+    monkeypatch.setattr(weights.jax, "devices", lambda: [SimpleNamespace(**device)])
+    assert weights.resolve_dtype(None) == dtype
 
 
 def test_unknown_dtype_is_refused():

@@ -22,6 +22,7 @@ from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 
+AMPERE = 8  # of NVIDIA's compute capability
 DERIVED_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # old checkpoints store it; it follows from rope_theta
 
 
@@ -30,8 +31,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
 
     Args:
       path: directory with config.json, safetensors (one file, or shards and an index) and perhaps tokenizer files.
-      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is bfloat16 on accelerators
-        and float32 on CPU.
+      dtype: "float32", "bfloat16" or the jnp dtype, for parameters and compute; the default is `fastest_dtype`.
       mask_token_id: overrides config.json and tokenizer.
       mesh: where the parameters are cut over; each device's part is read straight from the files.
 
@@ -53,7 +53,7 @@ def load_hf(path: str | Path, dtype: Any = None, mask_token_id: int | None = Non
 def resolve_dtype(dtype: Any) -> DType:
     """Its name; of None what the device computes fastest in. Raises `UserError` where it is neither float32 nor bfloat16."""
     if dtype is None:
-        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        return fastest_dtype(jax.devices()[0])
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
@@ -61,6 +61,15 @@ def resolve_dtype(dtype: Any) -> DType:
     if name not in ("float32", "bfloat16"):
         raise UserError(f"dtype={name} is not implemented; choose float32, bfloat16 or, for decoding, int8")
     return name
+
+
+def fastest_dtype(device: jax.Device) -> DType:
+    """What a model is computed in where nothing is asked for: bfloat16 on TPUs, and on GPUs from Ampere on. Older ones (Colab's
+    T4) and CPUs multiply in float32 alone; such a GPU would write each matrix anew in float32 in every forward."""
+    if device.platform == "cpu":
+        return "float32"
+    generation = str(getattr(device, "compute_capability", "")).partition(".")[0]  # of NVIDIA's GPUs "7.5" and the like
+    return "float32" if generation.isdigit() and int(generation) < AMPERE else "bfloat16"
 
 
 def local_directory(path: str | Path) -> Path:

@@ -19,6 +19,7 @@ PEAK_FLOPS = {
     "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
     "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,  # of a chip, which is two devices
     "NVIDIA A100": 312e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
@@ -26,8 +27,14 @@ PEAK_FLOPS = {
     "NVIDIA H200 NVL": 835e12,
     "NVIDIA H200": 989e12,
     "NVIDIA GH200": 989e12,
+    "NVIDIA A800": 312e12,
+    "NVIDIA H800": 989e12,
+    "NVIDIA H20": 148e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A10G": 70e12,
     "NVIDIA L4": 121e12,
     "NVIDIA L40S": 362e12,
+    "Tesla T4": 8.1e12,  # float32: it has no products in bfloat16
 }
 
 

@@ -104,7 +104,7 @@ class ModelOverrides:
 
     __pydantic_config__ = pydantic.ConfigDict(extra="forbid")
 
-    dtype: DType | None = None  # None: bfloat16 on accelerators, float32 on CPU
+    dtype: DType | None = None  # None: what the device computes fastest in, `fastest_dtype`
     param_dtype: DType | None = None  # None: float32; bfloat16 is for the base of an adapter
     matmul_precision: Literal["default", "high", "highest"] | None = None
     remat: Literal["none", "dots", "attention", "full"] | None = None
