@@ -9,6 +9,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from benchmarks import step_for_gpu
 from tests.compiled_step import D, L, V, compiled_text, masks_and_logits, shapes_in
@@ -22,10 +23,13 @@ from wedlm_jax.absent_devices import CHIPS, canonical, chip_of, devices
 from wedlm_jax.ahead_of_time import StepReport, compile_only, trace_step
 from wedlm_jax.experiment import MeshConfig, ModelOverrides, load_experiment, override
 from wedlm_jax.hf.config import from_hf, read_json
+from wedlm_jax.model.adapter import AdapterConfig
+from wedlm_jax.model.config import ModelConfig
+from wedlm_jax.model.layers import MLP
 from wedlm_jax.model.parameters import init_params
 from wedlm_jax.ops import cross_entropy
 from wedlm_jax.program_costs import GATHERING, collectives, matmul_flops
-from wedlm_jax.sharding import make_mesh
+from wedlm_jax.sharding import constrain, make_mesh, on_mesh, replicated
 from wedlm_jax.train import main
 
 NEEDS_LIBTPU = pytest.mark.skipif(
@@ -278,6 +282,34 @@ def test_the_benchmark_of_a_step_for_gpus_shows_what_layers_apart_save(monkeypat
     moved, kernels = ([float(row[column].replace(",", "")) for row in rows] for column in (1, 3))
     assert moved[0] > moved[3] > 0  # nothing is computed again
     assert all(scanned > apart > 0 for scanned, apart in zip(kernels[:3], kernels[3:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        pytest.param("v5e:2x2", marks=NEEDS_LIBTPU, id="tpu"),
+        pytest.param("h100:4", marks=NEEDS_GPU_COMPILER, id="gpus"),
+    ],
+)
+def test_devices_that_cut_an_mlp_sum_hidden_states_twice_with_an_adapter_too(topology):
+    """What it puts out, and the gradient of what it reads: of gate and up together."""
+    config = ModelConfig(
+        vocab_size=64, hidden_size=256, intermediate_size=512, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=128,
+        adapter=AdapterConfig(rank=4), dtype="bfloat16",
+    )  # fmt: skip
+    mesh = make_mesh(MeshConfig(data=1, tensor=4), devices(topology))
+    graph, state = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(params=0, adapter=1))))
+    given = jax.ShapeDtypeStruct((2, 512, 256), config.dtype), state
+    hidden, state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), given)
+
+    def loss(hidden, state):
+        with on_mesh(mesh):
+            mlp = nnx.merge(graph, state)
+            return jnp.sum(mlp(constrain(hidden, "batch", None, None), True).astype(jnp.float32) ** 2)
+
+    sums = collectives(jax.jit(jax.grad(loss)).lower(hidden, state).compile().as_text())
+    of_hidden = hidden.size * hidden.dtype.itemsize
+    assert 2 * of_hidden < sum(one.times * one.nbytes for one in sums) < 2.2 * of_hidden
 
 
 TINY = override(

@@ -127,14 +127,17 @@ def project(linears: Sequence[Linear], x: jax.Array, adapted: AdaptedRows) -> li
     """The outputs of layers that read the same x [B, L, ...]. Their products with A are one: narrow ones cost as much each."""
     # One axis of tokens: XLA on CPU would write both factors of the kernel's gradient anew, transposed, to sum over two.
     tokens = x.reshape(-1, *x.shape[2:])
-    outputs = [linear.biased(y) for linear, y in zip(linears, products_of(linears, tokens, len(x)), strict=True)]
     pairs = [linear.lora_a for linear in linears if linear.lora_a is not None]
+    parts: list[jax.Array] = []
     if adapted is not False and pairs:
+        # Before the kernels' products, so that the backward pass adds up theirs first, and A's, whose input devices that cut
+        # the outputs have to sum, last: of hidden states they sum one then, not one for each kernel.
         a = jnp.concatenate([pair[...] for pair in pairs], axis=-1).astype(linears[0].dtype)
         parts = jnp.split(_product(linears[0].equation, tokens, a), len(pairs), axis=-1)
-        for number, linear in enumerate(linears):
-            if linear.lora_a is not None:
-                outputs[number] = _where(adapted, outputs[number] + linear.delta(parts.pop(0)), outputs[number])
+    outputs = [linear.biased(y) for linear, y in zip(linears, products_of(linears, tokens, len(x)), strict=True)]
+    for number, linear in enumerate(linears):
+        if parts and linear.lora_a is not None:
+            outputs[number] = _where(adapted, outputs[number] + linear.delta(parts.pop(0)), outputs[number])
     return [y.reshape(*x.shape[:2], *y.shape[1:]) for y in outputs]
 
 
