@@ -38,6 +38,8 @@ def settings(chat: bool = False, **fields):
         ({"top_k": -1}, {}),
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "tools": [], "logit_bias": {}}, {}),
         ({"stop_token_ids": [], "ignore_eos": False}, {}),
+        ({"ignore_eos": True, "stop": None}, {"stop_ids": ()}),
+        ({"ignore_eos": True, "stop_ids": [3]}, {"stop_ids": (3,)}),
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])
@@ -124,7 +126,12 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "temperature": 10**400}, "temperature: is larger than any float"),
         (False, {"prompt": "Tom", "frequency_penalty": 0.5}, "frequency_penalty=0.5: is not done here"),
         (False, {"prompt": "Tom", "logit_bias": {"5": 1}}, "logit_bias=.*: is not done here"),
-        (False, {"prompt": "Tom", "ignore_eos": True}, r"ignore_eos=True: is not done here; give stop_ids=\[\]$"),
+        (False, {"prompt": "Tom", "ignore_eos": 1}, "ignore_eos=1: must be true or false"),
+        (
+            False,
+            {"prompt": "Tom", "stream_options": {"continuous_usage_stats": 1}},
+            "continuous_usage_stats=1: must be true or false",
+        ),
         (
             False,
             {"prompt": "Tom", "stop_token_ids": [3]},
@@ -159,7 +166,18 @@ def test_a_field_that_cannot_be_served_is_named(chat, body, complaint):
 @pytest.mark.parametrize("value", ["x" * 10**4, ["x" * 10**4], [[0] * 10**4], {"x" * 10**4: 1}])
 def test_no_complaint_repeats_all_that_a_client_sent(value):
     """It is sent back, and a line of the log."""
-    for name in (*SETTINGS, *LIMITS, *IDLE, "n", "stream", "stream_options", "return_token_ids", "logprobs", "echo"):
+    for name in (
+        *SETTINGS,
+        *LIMITS,
+        *IDLE,
+        "ignore_eos",
+        "n",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        "logprobs",
+        "echo",
+    ):
         if name == "stop" and isinstance(value, str | list):
             continue
         with pytest.raises(UserError, match=name) as told:

@@ -114,6 +114,35 @@ def test_a_stream_of_text_joins_to_the_answer(server, stop):
     assert {event["id"] for event in said} == {counted["id"]}
 
 
+@pytest.mark.parametrize(
+    "path, prompt",
+    [(COMPLETIONS, {"prompt": "Tom has 3"}), (CHAT, {"messages": [{"role": "user", "content": "Tom?"}]})],
+)
+def test_each_event_counts_the_tokens_that_it_and_those_before_have_brought(server, path, prompt):
+    """As guidellm and vLLM's benchmark ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {
+        **prompt,
+        "n": 2,
+        "seed": 0,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "max_tokens": 9,
+        "return_token_ids": True,
+    }
+    *said, counted = events(server, path, {**asked, "stream_options": options})
+    brought = [0, 0]
+    for event in said:
+        (choice,) = event["choices"]
+        brought[choice["index"]] += len(choice.get("token_ids", []))
+        prompt_tokens, completed = counted["usage"]["prompt_tokens"], brought[choice["index"]]
+        assert event["usage"] == {
+            "prompt_tokens": prompt_tokens, "completion_tokens": completed, "total_tokens": prompt_tokens + completed
+        }  # fmt: skip
+    assert brought == [9, 9]
+    assert "usage" not in events(server, path, {**asked, "stream_options": {"continuous_usage_stats": True}})[0]
+
+
 def test_a_stream_of_a_chat_begins_with_the_role_and_joins_to_the_answer(server):
     asked = {"messages": [{"role": "user", "content": "Tom?"}], "seed": 0}
     _, whole = ask(server, CHAT, asked)
