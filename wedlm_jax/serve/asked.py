@@ -38,11 +38,18 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# What does the same, or nearly, for some of them.
+TEXT_ALONE = "leave it out: answers are text, and hold no calls"
+# What does the same, or nearly, for some of them; of what libraries send unasked, as typed outputs do, why it is not to be had.
 INSTEAD = {
+    "function_call": TEXT_ALONE,
+    "functions": TEXT_ALONE,
+    "response_format": "leave it out, and ask for it in the prompt: answers are held to no schema",
     "stop_token_ids": "give stop_ids, which end an answer in the place of the model's own",
+    "tool_choice": TEXT_ALONE,
+    "tools": TEXT_ALONE,
 }
-UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
+# Names of the client's own, and how long it would have its prompt kept.
+UNREAD = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # the last would pad events
 SEEDS = 1 << 31  # that are drawn; clients may bring any of 64 bits
 
