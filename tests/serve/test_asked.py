@@ -35,9 +35,12 @@ def settings(chat: bool = False, **fields):
         ({"stop_ids": [3]}, {"stop_ids": (3,)}),
         ({"temperature": None, "stop": None, "tools": None, "model": "x", "user": "me"}, {}),
         ({"stream_options": {"include_usage": None, "include_obfuscation": True, "continuous_usage_stats": False}}, {}),
+        ({"prompt_cache_key": "mine", "prompt_cache_retention": "24h", "metadata": {"of": "mine"}}, {}),
         ({"top_k": -1}, {}),
         ({"presence_penalty": 0.0, "frequency_penalty": 0, "best_of": 1, "tools": [], "logit_bias": {}}, {}),
         ({"stop_token_ids": [], "ignore_eos": False}, {}),
+        ({"ignore_eos": True, "stop": None}, {"stop_ids": ()}),
+        ({"ignore_eos": True, "stop_ids": [3]}, {"stop_ids": (3,)}),
     ],
 )
 @pytest.mark.parametrize("chat", [False, True])
@@ -124,7 +127,12 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "temperature": 10**400}, "temperature: is larger than any float"),
         (False, {"prompt": "Tom", "frequency_penalty": 0.5}, "frequency_penalty=0.5: is not done here"),
         (False, {"prompt": "Tom", "logit_bias": {"5": 1}}, "logit_bias=.*: is not done here"),
-        (False, {"prompt": "Tom", "ignore_eos": True}, r"ignore_eos=True: is not done here; give stop_ids=\[\]$"),
+        (False, {"prompt": "Tom", "ignore_eos": 1}, "ignore_eos=1: must be true or false"),
+        (
+            False,
+            {"prompt": "Tom", "stream_options": {"continuous_usage_stats": 1}},
+            "continuous_usage_stats=1: must be true or false",
+        ),
         (
             False,
             {"prompt": "Tom", "stop_token_ids": [3]},
@@ -144,8 +152,21 @@ def test_variables_of_the_chat_template_are_no_setting():
             {"messages": [{"role": "user"}], "logprobs": True, "top_logprobs": 3},
             "top_logprobs=3: is not done here",
         ),
-        (True, {"messages": [{"role": "user"}], "tools": [{"type": "function"}]}, "tools=.*: is not done here"),
-        (True, {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}, "response_format="),
+        (
+            True,
+            {"messages": [{"role": "user"}], "tools": [{"type": "function"}]},
+            "tools=.*: is not done here; leave it out: answers are text, and hold no calls",
+        ),
+        (
+            True,
+            {"messages": [{"role": "user"}], "tools": [{"type": "function"}], "tool_choice": "required"},
+            "tool_choice='required': is not done here; leave it out: answers are text, and hold no calls",
+        ),
+        (
+            True,
+            {"messages": [{"role": "user"}], "response_format": {"type": "json_object"}},
+            "response_format=.*; leave it out, and ask for it in the prompt: answers are held to no schema",
+        ),
         (True, {"messages": [{"role": "user"}], "echo": True}, "'echo': no such field"),
         (False, {"prompt": "Tom", "chat_template_kwargs": {}}, "'chat_template_kwargs': no such field"),
     ],
@@ -159,7 +180,18 @@ def test_a_field_that_cannot_be_served_is_named(chat, body, complaint):
 @pytest.mark.parametrize("value", ["x" * 10**4, ["x" * 10**4], [[0] * 10**4], {"x" * 10**4: 1}])
 def test_no_complaint_repeats_all_that_a_client_sent(value):
     """It is sent back, and a line of the log."""
-    for name in (*SETTINGS, *LIMITS, *IDLE, "n", "stream", "stream_options", "return_token_ids", "logprobs", "echo"):
+    for name in (
+        *SETTINGS,
+        *LIMITS,
+        *IDLE,
+        "ignore_eos",
+        "n",
+        "stream",
+        "stream_options",
+        "return_token_ids",
+        "logprobs",
+        "echo",
+    ):
         if name == "stop" and isinstance(value, str | list):
             continue
         with pytest.raises(UserError, match=name) as told:

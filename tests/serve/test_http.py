@@ -34,6 +34,10 @@ def server():
         yield server
 
 
+# LangChain looks for "prompt is too long", and LiteLLM for OpenAI's words.
+NO_MORE = "where this model's maximum context length is 96 tokens"
+
+
 def alone(prompt, n: int = 1, **changes):
     return generate(chatty(), [prompt], dataclasses.replace(DEFAULTS, **changes), n)
 
@@ -112,6 +116,35 @@ def test_a_stream_of_text_joins_to_the_answer(server, stop):
         assert [part["finish_reason"] for part in own[:-1]] == [None] * (len(own) - 1)
         assert (own[-1]["finish_reason"], own[-1]["stats"]) == (choice["finish_reason"], choice["stats"])
     assert {event["id"] for event in said} == {counted["id"]}
+
+
+@pytest.mark.parametrize(
+    "path, prompt",
+    [(COMPLETIONS, {"prompt": "Tom has 3"}), (CHAT, {"messages": [{"role": "user", "content": "Tom?"}]})],
+)
+def test_each_event_counts_the_tokens_that_it_and_those_before_have_brought(server, path, prompt):
+    """As guidellm and vLLM's benchmark ask for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {
+        **prompt,
+        "n": 2,
+        "seed": 0,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "max_tokens": 9,
+        "return_token_ids": True,
+    }
+    *said, counted = events(server, path, {**asked, "stream_options": options})
+    brought = [0, 0]
+    for event in said:
+        (choice,) = event["choices"]
+        brought[choice["index"]] += len(choice.get("token_ids", []))
+        prompt_tokens, completed = counted["usage"]["prompt_tokens"], brought[choice["index"]]
+        assert event["usage"] == {
+            "prompt_tokens": prompt_tokens, "completion_tokens": completed, "total_tokens": prompt_tokens + completed
+        }  # fmt: skip
+    assert brought == [9, 9]
+    assert "usage" not in events(server, path, {**asked, "stream_options": {"continuous_usage_stats": True}})[0]
 
 
 def test_a_stream_of_a_chat_begins_with_the_role_and_joins_to_the_answer(server):
@@ -329,16 +362,17 @@ def test_what_is_refused_is_told_in_json(server, path, body, headers, status, co
 @pytest.mark.parametrize(
     "body, complaint",
     [
-        ({"prompt": [5] * 4, "max_tokens": 4096}, "prompt: 4 tokens + max_tokens=4096 exceed the context of 96; shorten it"),
-        ({"prompt": [[5], [5] * 90], "max_completion_tokens": 7}, "prompt 1: 90 tokens + max_tokens=7 exceed the context of 96"),
-        ({"prompt": [5] * 96}, "prompt: 96 tokens leave no room for an answer in the context of 96; shorten it"),
-        ({"prompt": [5] * 96, "max_tokens": 0, "echo": True}, "prompt: 96 tokens leave no room for an answer"),
+        ({"prompt": [5] * 4, "max_tokens": 4096}, f"prompt is too long: 4 tokens + max_tokens=4096 {NO_MORE}; shorten it"),
+        ({"prompt": [[5], [5] * 90], "max_completion_tokens": 7}, f"prompt 1 is too long: 90 tokens + max_tokens=7 {NO_MORE}"),
+        ({"prompt": [5] * 96}, f"prompt is too long: 96 tokens leave no room for an answer {NO_MORE}; shorten it"),
+        ({"prompt": [5] * 96, "max_tokens": 0, "echo": True}, "prompt is too long: 96 tokens leave no room for an answer"),
     ],
 )  # fmt: skip
 def test_what_the_served_context_has_no_room_for_is_told_in_the_words_of_the_protocol(server, body, complaint):
     """Of a model whose own context is 512."""
     status, answer = ask(server, COMPLETIONS, body)
     assert (status, answer["error"]["message"][: len(complaint)]) == (400, complaint)
+    assert answer["error"]["code"] == "context_length_exceeded"
 
 
 def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, monkeypatch):
@@ -349,8 +383,9 @@ def test_text_that_cannot_fit_is_refused_before_it_is_encoded(server, monkeypatc
         (CHAT, {"messages": [{"role": "user", "content": "Tom " * 5000}]}),
     ):
         status, answer = ask(server, path, body)
-        assert status == 400
-        assert "characters are longer than the context of 96 tokens; shorten it" in answer["error"]["message"]
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert answer["error"]["message"].startswith("prompt is too long: ")
+        assert f"characters {NO_MORE}; shorten it" in answer["error"]["message"]
 
 
 def test_messages_that_cannot_fit_are_refused_before_they_are_searched_for_what_the_template_left_out(
@@ -359,11 +394,12 @@ def test_messages_that_cannot_fit_are_refused_before_they_are_searched_for_what_
     """It writes them once more for each, or searches all that it has written."""
     monkeypatch.setattr(chat, "_check_written", lambda *_, **__: pytest.fail("searched"))
     for messages, complaint in (
-        ([{"role": "tool", "content": "Tom " * 5000}], "characters are longer than the context of 96 tokens"),
-        ([{"role": "tool", "content": ""}] * 97, "prompt: 97 messages are longer than the context of 96 tokens"),
+        ([{"role": "tool", "content": "Tom " * 5000}], f"characters {NO_MORE}"),
+        ([{"role": "tool", "content": ""}] * 97, f"prompt is too long: 97 messages {NO_MORE}"),
     ):
         status, answer = ask(server, CHAT, {"messages": messages})
-        assert status == 400 and complaint in answer["error"]["message"]
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert complaint in answer["error"]["message"]
 
 
 def test_no_text_that_fits_is_refused_before_it_is_encoded(server):

@@ -37,6 +37,7 @@ class Answer:
 
     def __init__(self, model: Model, name: str, asked: Asked, tickets: Sequence[Ticket], *, chat: bool):
         self._model, self._asked, self._tickets, self._chat = model, asked, tickets, chat
+        self._sent = [0] * len(tickets)  # tokens of each choice that events have brought
         self._behind = None if model.tokenizer is None else decoder_behind(model.tokenizer)
         self._kind = "chat.completion" if chat else "text_completion"
         self._head = {
@@ -63,6 +64,7 @@ class Answer:
 
     def piece(self, index: int, commit: Commit) -> Json:
         """The event of what choice `index` has committed."""
+        self._sent[index] += len(commit.ids)
         text = commit.text or ""
         said: Json = {"delta": {"content": text}} if self._chat else {"text": text}
         return self._event(index, said | ({"token_ids": commit.ids} if self._asked.token_ids else {}))
@@ -84,7 +86,8 @@ class Answer:
 
     def _event(self, index: int, said: Json) -> Json:
         choice = {"index": index, "finish_reason": None, "logprobs": None, **said}
-        return {**self._head, "object": self._event_kind, "choices": [choice]}
+        usage = {"usage": self._usage_so_far(index)} if self._asked.counts_pieces else {}
+        return {**self._head, "object": self._event_kind, "choices": [choice], **usage}
 
     @property
     def _of_prompts(self) -> Sequence[Ticket]:
@@ -140,12 +143,15 @@ class Answer:
         prompt = sum(len(ticket.request.prompt) for ticket in self._of_prompts)
         completed = 0 if self._asked.echo_alone else sum(len(ticket.ids) for ticket in self._tickets)
         reused = sum(ticket.reused_tokens for ticket in self._of_prompts)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completed,
-            "total_tokens": prompt + completed,
-            "prompt_tokens_details": {"cached_tokens": reused},
-        }
+        return {**_counts(prompt, completed), "prompt_tokens_details": {"cached_tokens": reused}}
+
+    def _usage_so_far(self, index: int) -> Json:
+        """Of one choice, up to the piece that is being sent: the engine may be ahead."""
+        return _counts(len(self._tickets[index].request.prompt), self._sent[index])
+
+
+def _counts(prompt: int, completed: int) -> Json:
+    return {"prompt_tokens": prompt, "completion_tokens": completed, "total_tokens": prompt + completed}
 
 
 def _end(completion: Completion) -> Json:

@@ -21,7 +21,6 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "ignore_eos": (False,),
     "length_penalty": (1,),
     "logit_bias": ({},),
     "min_p": (0,),
@@ -39,13 +38,19 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "top_logprobs": (0,),
 }
-# What does the same, or nearly, for some of them.
+TEXT_ALONE = "leave it out: answers are text, and hold no calls"
+# What does the same, or nearly, for some of them; of what libraries send unasked, as typed outputs do, why it is not to be had.
 INSTEAD = {
-    "ignore_eos": "give stop_ids=[]",
+    "function_call": TEXT_ALONE,
+    "functions": TEXT_ALONE,
+    "response_format": "leave it out, and ask for it in the prompt: answers are held to no schema",
     "stop_token_ids": "give stop_ids, which end an answer in the place of the model's own",
+    "tool_choice": TEXT_ALONE,
+    "tools": TEXT_ALONE,
 }
-UNREAD = ("metadata", "prompt_cache_key", "safety_identifier", "user")  # names of the client's own
-STREAM_OPTIONS = ("include_usage", "include_obfuscation")  # the second would pad events, and changes nothing here
+# Names of the client's own, and how long it would have its prompt kept.
+UNREAD = ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user")
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")  # the last would pad events
 SEEDS = 1 << 31  # that are drawn; clients may bring any of 64 bits
 
 
@@ -59,6 +64,7 @@ class Asked:
     n: int = 1
     stream: bool = False
     counts_usage: bool = False  # a stream ends with an event that counts tokens
+    counts_pieces: bool = False  # and the others count those of their choice so far, as at vLLM
     log_probs: bool = False
     echo: bool = False  # the text of an answer begins with the prompt, whose tokens have log-probabilities too
     echo_alone: bool = False  # and ends there; the one token that is decoded is not shown
@@ -81,13 +87,16 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
         if (value := given.pop(name, None)) is not None and value not in idle:
             raise UserError(f"{name}={shown(value)}: is not done here; {INSTEAD.get(name, 'leave it out')}")
     n = at_least_one("n", given.pop("n", 1))
-    stream, token_ids = (_flag(given, name) for name in ("stream", "return_token_ids"))
+    stream, token_ids, ignores_eos = (_flag(given, name) for name in ("stream", "return_token_ids", "ignore_eos"))
+    if ignores_eos:  # vLLM's word for no stop ids but those that are given
+        given.setdefault("stop_ids", ())
     options = given.pop("stream_options", {})
     if not isinstance(options, Mapping):
         raise UserError(f"stream_options={shown(options)}: must be an object")
     for name, value in options.items():
         if name not in STREAM_OPTIONS and value is not None and value is not False:
             raise UserError(f"stream_options.{name[:80]}={shown(value)}: is not done here; leave it out")
+    counts_usage, counts_pieces = (_flag(_given(options), name) for name in STREAM_OPTIONS[:2])
     prompts = [_conversation(given)] if chat else _prompts(given.pop("prompt", None))
     echo = not chat and _flag(given, "echo")
     log_probs = _log_probs(given, chat, echo)
@@ -117,8 +126,9 @@ def read_asked(body: Any, defaults: DecodeConfig, *, chat: bool) -> Asked:
     if log_probs and not echo and not config.reads_chain:
         raise UserError(f"logprobs: are of the AR chain, which decoder={config.decoder} does not follow; take verified")
     return Asked(
-        prompts, config, bool(limits), n, stream=stream, counts_usage=_flag(_given(options), "include_usage"),
-        log_probs=log_probs, echo=echo, echo_alone=echo_alone, token_ids=token_ids,
+        prompts, config, bool(limits), n, stream=stream, counts_usage=counts_usage,
+        counts_pieces=counts_usage and counts_pieces, log_probs=log_probs, echo=echo, echo_alone=echo_alone,
+        token_ids=token_ids,
     )  # fmt: skip
 
 

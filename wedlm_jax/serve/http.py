@@ -23,7 +23,7 @@ from wedlm_jax.errors import UserError, reason, shown
 from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.body import ClientGone, Refused, read_body
-from wedlm_jax.serve.service import Call, Closed, Service
+from wedlm_jax.serve.service import Call, Closed, ContextExceeded, Service
 
 SECONDS_TO_LOOK = 0.5  # between two looks whether a client is still there
 SECONDS_OF_SILENCE = 600  # after which a client that neither sends nor reads is taken for gone
@@ -130,6 +130,8 @@ class Handler(BaseHTTPRequestHandler):
             self._refuse(
                 HTTPStatus.TOO_MANY_REQUESTS, f"as many requests wait as queue={limit} allows; ask again later"
             )
+        except ContextExceeded as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error), error.CODE)
         except (Refused, UserError, Closed) as error:
             self._refuse(_status_of(error), str(error))
         except (ClientGone, OSError):
@@ -232,13 +234,13 @@ class Handler(BaseHTTPRequestHandler):
         head, self.wfile = self.wfile.getvalue(), client
         client.write(head if self.command == "HEAD" else head + encoded)
 
-    def _refuse(self, status: HTTPStatus, message: str) -> None:
+    def _refuse(self, status: HTTPStatus, message: str, code: str | None = None) -> None:
         self._note(f"{status.value}: {message}")
         try:
             if self._streams:  # its status has been sent
                 self._send([_error(message, status)])
             else:
-                self._reply(status, _error(message, status))
+                self._reply(status, _error(message, status, code))
         except OSError:
             self.close_connection = True
 
@@ -269,9 +271,9 @@ def _status_of(error: Exception) -> HTTPStatus:
     return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Closed) else HTTPStatus.BAD_REQUEST
 
 
-def _error(message: str, status: HTTPStatus) -> dict[str, Any]:
+def _error(message: str, status: HTTPStatus, code: str | None = None) -> dict[str, Any]:
     kind = "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status.value}}
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or status.value}}
 
 
 def _names_this_machine(host: str) -> bool:

@@ -24,6 +24,18 @@ class Closed(Exception):
     """The service takes no more requests."""
 
 
+class ContextExceeded(UserError):
+    """A prompt, or it and its answer, is longer than the context. Clients tell it from other refusals by OpenAI's `CODE` or by
+    the words, LangChain by "prompt is too long" and LiteLLM by "this model's maximum context length is", and then shorten the
+    conversation or ask a model with more room."""
+
+    CODE = "context_length_exceeded"
+
+    def __init__(self, name: str, length: str, context: int, mend: str = "shorten it"):
+        limit = f"this model's maximum context length is {context} tokens"
+        super().__init__(f"{name} is too long: {length} where {limit}; {mend}")
+
+
 class Call:
     """A request that is being answered.
 
@@ -183,13 +195,11 @@ class Service:
 
         def require_short(text: str) -> None:
             if len(text) > self._most_characters:
-                raise UserError(
-                    f"{name}: {len(text)} characters are longer than the context of {context} tokens; shorten it"
-                )
+                raise ContextExceeded(name, f"{len(text)} characters", context)
 
         if isinstance(prompt, Mapping):
             if (count := len(prompt["messages"])) > context:  # of which each is a token, and more
-                raise UserError(f"{name}: {count} messages are longer than the context of {context} tokens; shorten it")
+                raise ContextExceeded(name, f"{count} messages", context)
             prompt = render_messages(self.engine.model, prompt, name, require_short)
         elif isinstance(prompt, str):
             require_short(prompt)
@@ -200,11 +210,8 @@ class Service:
         context, most = self.engine.context, asked.config.max_new_tokens
         room = context - prompt
         if room < 1:
-            raise UserError(
-                f"{name}: {prompt} tokens leave no room for an answer in the context of {context}; shorten it"
-            )
+            raise ContextExceeded(name, f"{prompt} tokens leave no room for an answer", context)
         if asked.limited and most > room:
-            raise UserError(
-                f"{name}: {prompt} tokens + max_tokens={most} exceed the context of {context}; shorten it or lower max_tokens"
-            )
+            length = f"{prompt} tokens + max_tokens={most}"
+            raise ContextExceeded(name, length, context, "shorten it or lower max_tokens")
         return dataclasses.replace(asked.config, max_new_tokens=min(most, room))
