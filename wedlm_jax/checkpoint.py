@@ -251,8 +251,7 @@ def load_params(
         [device] = jnp.zeros(()).devices()  # the one on which arrays are made here
         shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(device))
     else:
-        axes = {name: names for name, names in param_axes(config).items() if name in shapes}
-        shardings = param_shardings(mesh, axes, {name: x.shape for name, x in shapes.items()})
+        shardings = param_shardings(mesh, param_axes(config), shapes)
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=shardings[name]) for name, x in shapes.items()
     }
