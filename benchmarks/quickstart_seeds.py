@@ -32,7 +32,7 @@ from wedlm_jax.evals.sweep import Row, Setting, sweep
 from wedlm_jax.evals.tasks import task
 from wedlm_jax.evaluate import load_exact
 from wedlm_jax.experiment import Experiment, load_experiment
-from wedlm_jax.metrics import read_metrics
+from wedlm_jax.metrics.writers import read_metrics
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.parameters import params_of
 from wedlm_jax.results import write_json

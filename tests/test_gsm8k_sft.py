@@ -8,7 +8,7 @@ import tensorflow_datasets as tfds
 from tests.test_notebooks import chat_model  # noqa: F401  a fixture
 from wedlm_jax.data.quickstart_tasks import draw
 from wedlm_jax.evaluate import main as evaluate
-from wedlm_jax.metrics import read_metrics
+from wedlm_jax.metrics.writers import read_metrics
 from wedlm_jax.train import main
 
 

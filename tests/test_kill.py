@@ -16,7 +16,8 @@ from tests.conftest import FULL
 from tests.kill_server import KILLED
 from tests.tiny_training import one_device_mesh
 from wedlm_jax.checkpoint import Checkpoints, saved_steps
-from wedlm_jax.metrics import TIME_FIELDS, read_metrics
+from wedlm_jax.metrics.throughput import TIME_FIELDS
+from wedlm_jax.metrics.writers import read_metrics
 from wedlm_jax.preemption import EXIT_STATUS
 from wedlm_jax.train_state import abstract_state
 

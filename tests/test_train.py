@@ -29,14 +29,15 @@ from wedlm_jax.data.tokenizer import load_tokenizer, save_tokenizer, train_token
 from wedlm_jax.decode.prompts import render_messages
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
-from wedlm_jax.metrics import TIME_FIELDS, read_metrics
+from wedlm_jax.metrics.throughput import TIME_FIELDS
+from wedlm_jax.metrics.writers import read_metrics
 from wedlm_jax.model.config import ModelOverrides, by_means_of
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.preemption import Termination
 from wedlm_jax.pretrained import load, locate, save
 from wedlm_jax.resuming import note_experiment
 from wedlm_jax.train import main, stop_if_not_finite, train
-from wedlm_jax.workdir import prepare_workdir, progress_of, tokenizer_of
+from wedlm_jax.workdir import prepare_workdir, progress_of
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +231,7 @@ def test_the_folder_of_init_from_may_be_in_the_home_directory(finished, monkeypa
     monkeypatch.setenv("HOME", str(finished.parent))
     here = f"~/{finished.name}"
     assert locate(here) == finished and progress_of(here) == progress_of(str(finished)) != ""
-    assert len(load_tokenizer(f"{here}/tokenizer")) == len(tokenizer_of(finished))
+    assert len(load_tokenizer(f"{here}/tokenizer")) == len(load_tokenizer(finished / "tokenizer"))
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run(tmp_path):

@@ -17,7 +17,7 @@ from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.tokenizer import save_tokenizer
 from wedlm_jax.errors import UserError
 from wedlm_jax.experiment import Experiment, override
-from wedlm_jax.metrics import read_metrics
+from wedlm_jax.metrics.writers import read_metrics
 
 BASE = override(
     EXPERIMENT, "train.log_every=2", "train.checkpoint_every=4", "train.eval_every=4", "train.keep_checkpoints=1"

@@ -12,7 +12,6 @@ What a run goes on from, in its workdir:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import sys
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
-from wedlm_jax.damaged_checkpoint import read_or_say_why, unreadable
+from wedlm_jax.damaged_checkpoint import read_or_say_why, unless_loop_is_closed, unreadable
 from wedlm_jax.distributed import any_process, is_main
 from wedlm_jax.errors import UserError, reason, room_for
 from wedlm_jax.kept_checkpoints import BEST_METRIC, Kept, best_of, metrics_of
@@ -173,13 +172,8 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         self._unraisablehook = sys.unraisablehook
-        sys.unraisablehook = self._tell
+        sys.unraisablehook = functools.partial(unless_loop_is_closed, self._unraisablehook)
         return self
-
-    def _tell(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """All but what tensorstore says of the other files when one could not be written: it tells them to nobody."""
-        if str(unraisable.exc_value) != "Event loop is closed":
-            self._unraisablehook(unraisable)
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         """Waits for what is still being written, also where a run is stopped; raises what went wrong there."""
@@ -251,8 +245,7 @@ def load_params(
         [device] = jnp.zeros(()).devices()  # the one on which arrays are made here
         shardings = dict.fromkeys(shapes, jax.sharding.SingleDeviceSharding(device))
     else:
-        axes = {name: names for name, names in param_axes(config).items() if name in shapes}
-        shardings = param_shardings(mesh, axes, {name: x.shape for name, x in shapes.items()})
+        shardings = param_shardings(mesh, param_axes(config), shapes)
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=shardings[name]) for name, x in shapes.items()
     }
@@ -306,4 +299,4 @@ def saved_steps(workdir: str | Path) -> list[int]:
 
 
 def _training(state: TrainState) -> dict[str, Any]:
-    return {f.name: getattr(state, f.name) for f in dataclasses.fields(state) if f.name not in ("params", "frozen")}
+    return {name: of_state for name, of_state in vars(state).items() if name not in ("params", "frozen")}

@@ -27,7 +27,7 @@ def read_or_say_why(path: Path, read: Callable[[], Any]) -> tuple[Any, UserError
     hook, asyncio = sys.unraisablehook, logging.getLogger("asyncio")
     # Of the reads that end behind the first that failed nobody hears: threads of tensorstore find the event loop closed, and
     # asyncio errors that nobody looked at.
-    sys.unraisablehook, asyncio.disabled = functools.partial(_unless_loop_is_closed, hook), True
+    sys.unraisablehook, asyncio.disabled = functools.partial(unless_loop_is_closed, hook), True
     result, failure = None, None
     try:
         result = read()
@@ -47,8 +47,8 @@ def read_or_say_why(path: Path, read: Callable[[], Any]) -> tuple[Any, UserError
     return result, failure
 
 
-def _unless_loop_is_closed(hook: Callable[[Any], None], unraisable: Any) -> None:
-    """`hook`, but for what threads of tensorstore raise behind a read that has failed, at any time."""
+def unless_loop_is_closed(hook: Callable[[Any], None], unraisable: Any) -> None:
+    """`hook`, but for what threads of tensorstore raise behind a read or a write that has failed, at any time."""
     if not (isinstance(unraisable.exc_value, RuntimeError) and "Event loop is closed" in str(unraisable.exc_value)):
         hook(unraisable)
 

@@ -106,15 +106,13 @@ def _refuse_lists_in_parts(flags: type, args: Sequence[str]) -> None:
 
 def _at_home(flags: Flags) -> Flags:
     """With the home directory for the `~` of a path, which no shell writes out behind an equals sign."""
-    given = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
-    paths = {name: Path(os.path.expanduser(path)) for name, path in given.items() if isinstance(path, Path)}
+    paths = {name: Path(os.path.expanduser(path)) for name, path in vars(flags).items() if isinstance(path, Path)}
     return dataclasses.replace(flags, **paths)  # type: ignore[type-var]
 
 
 def each_once(flags: Flags) -> Flags:
     """Without what a list flag holds a second time: it would be measured twice under one name."""
-    lists = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}  # type: ignore[arg-type]
-    once = {name: tuple(dict.fromkeys(values)) for name, values in lists.items() if isinstance(values, tuple)}
+    once = {name: tuple(dict.fromkeys(values)) for name, values in vars(flags).items() if isinstance(values, tuple)}
     return dataclasses.replace(flags, **once)  # type: ignore[type-var]
 
 

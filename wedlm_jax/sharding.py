@@ -158,23 +158,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def param_shardings(
-    mesh: Mesh, axes: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]]
+    mesh: Mesh, axes: Mapping[str, tuple[str, ...]], params: Mapping[str, jax.Array | np.ndarray | jax.ShapeDtypeStruct]
 ) -> dict[str, NamedSharding]:
-    """The sharding of every parameter, from the names of its axes.
+    """The sharding of each of these parameters, from the names of its axes; `axes` may have those of others too.
 
     Raises:
       UserError: an axis is not a multiple of the mesh axis that it is cut over (the axes of WHOLE_IF_NOT_DIVIDED apart).
     """
     shardings = {}
-    for name, named_axes in axes.items():
-        for axis, size in zip(named_axes, shapes[name], strict=True):
+    for name, x in params.items():
+        for axis, size in zip(axes[name], x.shape, strict=True):
             for mesh_axis in RULES.get(axis, ()):
                 if size % mesh.shape[mesh_axis] and axis not in WHOLE_IF_NOT_DIVIDED:
                     raise UserError(
                         f"mesh.{mesh_axis}={mesh.shape[mesh_axis]} does not divide {axis}={size} of {name}; "
                         "choose a divisor"
                     )
-        shardings[name] = NamedSharding(mesh, _spec(mesh.shape, named_axes, shapes[name]))
+        shardings[name] = NamedSharding(mesh, _spec(mesh.shape, axes[name], x.shape))
     return shardings
 
 

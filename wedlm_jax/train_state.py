@@ -13,9 +13,9 @@ import optax
 from jax.sharding import Mesh
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.adapter import is_adapter_parameter, split_adapter
+from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.parameters import init_params, param_axes, param_shapes
+from wedlm_jax.model.parameters import init_params, param_axes
 from wedlm_jax.optimizer import OptimizerConfig, make_adamw
 from wedlm_jax.sharding import param_shardings, replicated
 
@@ -56,7 +56,7 @@ def new_state(params: dict[str, jax.Array], optimizer: OptimizerConfig) -> Train
 def abstract_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state: a tree of `jax.ShapeDtypeStruct`."""
     shapes = jax.eval_shape(lambda: new_state(init_params(model, 0), optimizer))
-    by_name = param_shardings(mesh, param_axes(model), {name: x.shape for name, x in shapes.all_params.items()})
+    by_name = param_shardings(mesh, param_axes(model), shapes.all_params)
 
     def with_sharding(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         # Adam's moments are dicts by path, as the parameters are, and lie where these lie.
@@ -93,9 +93,11 @@ def from_params(
     Raises:
       UserError: a parameter is missing, extra or of another shape.
     """
-    abstract = abstract_state(model, optimizer, mesh).all_params
-    if model.adapter is not None and not split_adapter(params)[1]:
-        params = {**params, **_new_adapter(model, mesh, seed)}
+    state = abstract_state(model, optimizer, mesh)
+    abstract = state.all_params
+    if model.adapter is not None and not split_adapter(params)[1]:  # what is trained; the base of the seed is not made
+        own = {name: x.sharding for name, x in state.params.items()}
+        params = {**params, **jax.jit(lambda: split_adapter(init_params(model, seed))[1], out_shardings=own)()}
     wanted = {name: tuple(x.shape) for name, x in abstract.items()}
     given = {name: tuple(x.shape) for name, x in params.items()}
     if wrong := sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name)):
@@ -104,12 +106,3 @@ def from_params(
     placed = {name: jax.device_put(jnp.asarray(params[name], x.dtype), x.sharding) for name, x in abstract.items()}
     shardings = state_shardings(model, optimizer, mesh)
     return jax.jit(lambda params: new_state(params, optimizer), out_shardings=shardings, donate_argnums=0)(placed)
-
-
-def _new_adapter(model: ModelConfig, mesh: Mesh, seed: int) -> dict[str, jax.Array]:
-    """The adapter's parameters alone, on the devices that hold them; the base of the seed is not made."""
-    axes = param_axes(model)
-    shapes = {name: x.shape for name, x in param_shapes(model).items()}
-    shardings = param_shardings(mesh, axes, shapes)
-    own = {name: sharding for name, sharding in shardings.items() if is_adapter_parameter(name)}
-    return jax.jit(lambda: split_adapter(init_params(model, seed))[1], out_shardings=own)()

@@ -209,7 +209,7 @@ def ar_forward(
 def place(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
     """A batch on the devices, each process giving its own rows: those of its share, as `row_shares` numbers them."""
     put = functools.partial(jax.make_array_from_process_local_data, batch_sharding(mesh))
-    return PackedBatch(**{field.name: put(getattr(batch, field.name)) for field in dataclasses.fields(PackedBatch)})
+    return PackedBatch(**{name: put(array) for name, array in vars(batch).items()})
 
 
 @functools.cache

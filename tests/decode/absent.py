@@ -27,7 +27,7 @@ def compiled_for(
     weights are laid out first."""
     here, there = (make_mesh(sizes, some) for some in (jax.devices()[: len(absent)], absent))
     params = zeros(model)
-    shardings = param_shardings(here, param_axes(model), {name: x.shape for name, x in params.items()})
+    shardings = param_shardings(here, param_axes(model), params)
     arrays, structure = Weights.of(transformer_from(model, jax.device_put(params, shardings))).tree_flatten()
     weights = Weights([abstract(x, there) for x in arrays], dataclasses.replace(structure, mesh=there))
     fixed = dict(

@@ -75,10 +75,10 @@ def body_of_loop(text: str) -> str:
 def weight_shapes(gpus: int = 1) -> tuple[str, ...]:
     """Of one layer's matrices on one GPU, by itself and as a slice of the stack."""
     mesh = make_mesh(MeshConfig(data=1, tensor=gpus), jax.devices()[:gpus])
-    shapes = {name: x.shape for name, x in jax.eval_shape(lambda: init_params(MODEL, 0)).items()}
+    shapes = jax.eval_shape(lambda: init_params(MODEL, 0))
     cuts = param_shardings(mesh, param_axes(MODEL), shapes)
-    matrices = [name for name, sizes in shapes.items() if name.startswith("layers.") and len(sizes) > 2]
-    of_a_gpu = [cuts[name].shard_shape(shapes[name])[1:] for name in matrices]
+    matrices = [name for name, x in shapes.items() if name.startswith("layers.") and x.ndim > 2]
+    of_a_gpu = [cuts[name].shard_shape(shapes[name].shape)[1:] for name in matrices]
     if gpus == 1:  # kernels that read the same are joined
         D, F, H = MODEL.hidden_size, MODEL.intermediate_size, MODEL.head_dim
         of_a_gpu += [(D, (MODEL.num_heads + 2 * MODEL.num_kv_heads) * H), (D, 2 * F)]

@@ -26,8 +26,7 @@ EVEN = dataclasses.replace(TINY, vocab_size=12)  # a vocabulary that two devices
 
 def cut_over(model: Model, mesh) -> Model:
     params = params_of(model.transformer)
-    shardings = param_shardings(mesh, param_axes(model.config), {name: x.shape for name, x in params.items()})
-    placed = {name: jax.device_put(x, shardings[name]) for name, x in params.items()}
+    placed = jax.device_put(params, param_shardings(mesh, param_axes(model.config), params))
     return dataclasses.replace(model, transformer=transformer_from(model.config, placed))
 
 

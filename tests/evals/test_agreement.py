@@ -3,7 +3,7 @@
 import numpy as np
 
 from wedlm_jax import DecodeConfig, generate
-from wedlm_jax.evals.agreement import disagreements
+from wedlm_jax.evals.thresholds import disagreements
 
 from ..decode.models import MASK, TINY, config_of, tiny_model
 

@@ -81,6 +81,7 @@ class FakeGenerate:
         self.met: set[tuple] = set()
         self.now = 0.0
         monkeypatch.setattr("wedlm_jax.evals.speed.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("wedlm_jax.evals.speed.generate_rows", self)
 
     def __call__(self, model, prompts, config):
         call = config.decoder, config.max_new_tokens
@@ -99,9 +100,8 @@ class FakeGenerate:
 
 
 def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
-    ar, fast = compare(
-        tiny_model(), WORK, PROBLEMS, [AR, FAST], Rates(1e9, 1e9), repeats=3, generate=FakeGenerate(monkeypatch)
-    )
+    FakeGenerate(monkeypatch)
+    ar, fast = compare(tiny_model(), WORK, PROBLEMS, [AR, FAST], Rates(1e9, 1e9), repeats=3)
     assert (ar.seconds, fast.seconds) == (8.0, 2.0)
     assert (ar.first_token_seconds, fast.first_token_seconds) == (1.0, 1.0)
     assert (ar.tokens_per_second, fast.tokens_per_second) == (2.0, 8.0)
@@ -121,8 +121,9 @@ def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
     "config", [DecodeConfig(window_size=2), DecodeConfig("blockwise", block_size=2)], ids=lambda c: c.decoder
 )
 def test_of_what_streaming_and_blockwise_feed_no_more_than_a_window_or_a_block_is_read(monkeypatch, config):
+    FakeGenerate(monkeypatch)
     rates = Rates(1e9, 1e30)
-    _, ours = compare(tiny_model(), WORK, PROBLEMS, [AR, config], rates, repeats=1, generate=FakeGenerate(monkeypatch))
+    _, ours = compare(tiny_model(), WORK, PROBLEMS, [AR, config], rates, repeats=1)
     least = forward_seconds(tiny_model().config, rates, rows=2, slots=4, read=2, context=28)
     assert 1e-3 * ours.roofline_milliseconds == pytest.approx(least)
 
@@ -141,7 +142,7 @@ def test_what_is_timed_is_a_batch_of_exactly_the_rows_asked_for(monkeypatch):
     assert seen == {5}
 
 
-def test_the_first_token_of_a_block_is_there_when_the_block_is():
+def test_the_first_token_of_a_block_is_there_when_the_block_is(monkeypatch):
     """A block that max_new_tokens cuts to one token would be there at once."""
     asked = []
 
@@ -149,10 +150,11 @@ def test_the_first_token_of_a_block_is_there_when_the_block_is():
         asked.append((config.decoder, config.max_new_tokens))
         return [Completion([7], "length", Stats(1, 1, 1)) for _ in prompts]
 
+    monkeypatch.setattr("wedlm_jax.evals.speed.generate_rows", generate)
     for size in (4, 32):
         asked.clear()
         configs = [AR, DecodeConfig(decoder="blockwise", block_size=size)]
-        compare(tiny_model(), WORK, PROBLEMS, configs, Rates(1e9, 1e9), repeats=1, generate=generate)
+        compare(tiny_model(), WORK, PROBLEMS, configs, Rates(1e9, 1e9), repeats=1)
         soonest = min(size, WORK.output_tokens)
         assert set(asked) == {
             ("ar", 1),

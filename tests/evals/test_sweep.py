@@ -30,6 +30,7 @@ class FakeGenerate:
         self.wrong = wrong
         self.now = 0.0
         monkeypatch.setattr("wedlm_jax.evals.sweep.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("wedlm_jax.evals.sweep.generate_rows", self)
 
     def __call__(self, model, prompts, config, first_row):
         met = any(decoder == config.decoder for decoder, _ in self.calls)
@@ -48,13 +49,13 @@ class FakeGenerate:
         ]
 
 
-def run_fake(fake, batch_size=2, settings=(AR, FAST)):
-    return sweep({ADAPTED: tiny_model()}, settings, [(ECHO, PROBLEMS)], batch_size=batch_size, generate=fake)
+def run_echo(batch_size=2, settings=(AR, FAST)):
+    return sweep({ADAPTED: tiny_model()}, settings, [(ECHO, PROBLEMS)], batch_size=batch_size)
 
 
 def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monkeypatch):
     fake = FakeGenerate(monkeypatch)
-    (ar, fast), _ = run_fake(fake)
+    (ar, fast), _ = run_echo()
     assert {size for _, size in fake.calls} == {2}
     assert [decoder for decoder, _ in fake.calls] == ["ar"] * 6 + ["streaming"] * 6  # three batches, each warmed up for
     # Three batches of two rows of four tokens; the 60 s of the first calls are not in them.
@@ -64,7 +65,7 @@ def test_every_call_has_the_same_batch_and_a_warm_up_comes_before_the_clock(monk
 
 def test_only_the_first_four_batches_of_a_shape_are_warmed_up_for(monkeypatch):
     fake = FakeGenerate(monkeypatch)
-    run_fake(fake, batch_size=1)
+    run_echo(batch_size=1)
     assert [decoder for decoder, _ in fake.calls] == ["ar"] * (5 + 4) + ["streaming"] * (5 + 4)
 
 
@@ -72,16 +73,16 @@ def test_every_model_is_warmed_up_for(monkeypatch):
     """Its weights are laid out in the first call; of two models of one shape that was in the time of the second one's AR."""
     fake = FakeGenerate(monkeypatch)
     settings, models = (AR, dataclasses.replace(AR, weights=BASE)), {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
-    sweep(models, settings, [(ECHO, PROBLEMS)], batch_size=2, generate=fake)
+    sweep(models, settings, [(ECHO, PROBLEMS)], batch_size=2)
     assert len(fake.calls) == 12
 
 
 def test_setting_by_setting_the_rows_are_those_of_the_sweep_and_no_batch_is_run_for_them_alone(monkeypatch):
     settings = (AR, FAST, Setting("faster", ADAPTED, DecodeConfig(entropy_threshold=0.9)))
     whole, tasks = FakeGenerate(monkeypatch, wrong=("3",)), [(ECHO, PROBLEMS)]
-    expected, completions = run_fake(whole, settings=settings)
+    expected, completions = run_echo(settings=settings)
     one_by_one = FakeGenerate(monkeypatch, wrong=("3",))
-    found = list(setting_by_setting(tiny_model(), settings, tasks, batch_size=2, generate=one_by_one))
+    found = list(setting_by_setting(tiny_model(), settings, tasks, batch_size=2))
     assert [row for of in found for row in of.rows] == expected and one_by_one.calls == whole.calls
     assert [of.completions for of in found] == [[completions["echo", s.label]] for s in settings]
 
@@ -91,9 +92,9 @@ def test_what_does_not_go_with_a_model_is_told_before_the_first_forward(monkeypa
     fake, tasks = FakeGenerate(monkeypatch), [(ECHO, PROBLEMS)]
     model = dataclasses.replace(tiny_model(), mask_token_id=None)
     with pytest.raises(UserError, match="no mask token"):
-        sweep({ADAPTED: model}, [AR, FAST], tasks, batch_size=2, generate=fake)
+        sweep({ADAPTED: model}, [AR, FAST], tasks, batch_size=2)
     with pytest.raises(UserError, match="no mask token"):
-        next(setting_by_setting(model, [AR, FAST], tasks, batch_size=2, generate=fake))
+        next(setting_by_setting(model, [AR, FAST], tasks, batch_size=2))
     assert fake.calls == []
 
 
@@ -103,14 +104,15 @@ def test_a_problem_that_leaves_no_room_for_its_completion_is_told_before_the_fir
     tasks = [(ECHO, PROBLEMS), (dataclasses.replace(ECHO, name="long"), [PROBLEMS[0], long])]
     said = "long, problem 2: 300 prompt tokens [+] max_new_tokens=256 exceed the model's context of 512"
     with pytest.raises(UserError, match=said):
-        sweep({ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=2, generate=fake)
+        sweep({ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=2)
     with pytest.raises(UserError, match=said):
-        next(setting_by_setting(tiny_model(), [AR, FAST], tasks, batch_size=2, generate=fake))
+        next(setting_by_setting(tiny_model(), [AR, FAST], tasks, batch_size=2))
     assert fake.calls == []
 
 
 def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
-    rows, completions = run_fake(FakeGenerate(monkeypatch, wrong=("3",)))
+    FakeGenerate(monkeypatch, wrong=("3",))
+    rows, completions = run_echo()
     fast = rows[1]
     assert (fast.n, fast.correct, fast.accuracy, fast.equal_to_ar) == (5, 4, 0.8, 4)
     assert (round(fast.low, 4), round(fast.high, 4)) == (0.3755, 0.9638)  # as published tables have it
@@ -120,18 +122,19 @@ def test_rows_count_matches_tokens_and_agreement_with_ar(monkeypatch):
 
 
 def test_without_ar_of_the_same_weights_nothing_is_compared(monkeypatch):
-    rows, _ = run_fake(FakeGenerate(monkeypatch), settings=(FAST,))
+    FakeGenerate(monkeypatch)
+    rows, _ = run_echo(settings=(FAST,))
     assert rows[0].speedup_over_ar is None and rows[0].equal_to_ar is None
 
 
 def test_a_task_without_answers_has_no_accuracy(monkeypatch):
     silent = Task("silent", ECHO.problems, None)
-    fake = FakeGenerate(monkeypatch)
-    rows, _ = sweep({ADAPTED: tiny_model()}, [AR], [(silent, PROBLEMS)], batch_size=5, generate=fake)
+    FakeGenerate(monkeypatch)
+    rows, _ = sweep({ADAPTED: tiny_model()}, [AR], [(silent, PROBLEMS)], batch_size=5)
     assert rows[0].accuracy is rows[0].correct is rows[0].low is rows[0].high is None
 
 
-def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
+def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles(monkeypatch):
     config = EvaluationConfig(max_new_tokens=12, window_size=4, block_size=4)
     settings = settings_of(config, with_base=True)
     problems = task("word_problems").problems(5, 0)
@@ -144,12 +147,10 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles():
         compiled.append(((config, first_row), run._cache_size() - before))
         return result
 
-    models = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
+    monkeypatch.setattr("wedlm_jax.evals.sweep.generate_rows", watched)
+    models, tasks = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}, [(task("word_problems"), problems)]
     done = []
-    rows, _ = sweep(
-        models, settings, [(task("word_problems"), problems)], batch_size=2, generate=watched,
-        on_batch=lambda setting, task, n: done.append(n),
-    )  # fmt: skip
+    rows, _ = sweep(models, settings, tasks, batch_size=2, on_batch=lambda setting, task, n: done.append(n))
     assert [row.label for row in rows] == [s.label for s in settings]
     assert sum(done) == 5 * len(settings)
     verified = rows[-1]
@@ -180,7 +181,8 @@ def test_every_problem_of_every_task_draws_noise_of_its_own(batch_size):
 def test_rows_hold_the_settings_that_the_model_resolves(monkeypatch):
     calibration = Calibration(0.25, 0.5, 16, 0.01, 0.005, 1000, 2.0)
     model = dataclasses.replace(tiny_model(), calibration=calibration)
-    (row,), _ = sweep({ADAPTED: model}, [FAST], [(ECHO, PROBLEMS)], batch_size=5, generate=FakeGenerate(monkeypatch))
+    FakeGenerate(monkeypatch)
+    (row,), _ = sweep({ADAPTED: model}, [FAST], [(ECHO, PROBLEMS)], batch_size=5)
     assert (row.settings["entropy_threshold"], row.settings["distance_penalty"]) == (0.25, 0.5)
     assert row.settings["stop_ids"] == model.eos_token_ids and row.settings["mask_token_id"] == model.mask_token_id
 
@@ -188,8 +190,9 @@ def test_rows_hold_the_settings_that_the_model_resolves(monkeypatch):
 def test_the_rows_so_far_are_told_after_every_task(monkeypatch):
     told = []
     tasks = [(dataclasses.replace(ECHO, name=name), PROBLEMS) for name in ("one", "another")]
+    FakeGenerate(monkeypatch)
     sweep(
-        {ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=5, generate=FakeGenerate(monkeypatch),
+        {ADAPTED: tiny_model()}, [AR, FAST], tasks, batch_size=5,
         on_task=lambda rows: told.append([(row.task, row.label) for row in rows]),
     )  # fmt: skip
     one, another = ([(name, label) for label in ("AR", "fast")] for name in ("one", "another"))

@@ -6,9 +6,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from wedlm_jax.metrics import ProgressBar, Throughput, progress, throughput
+from wedlm_jax.metrics import progress, throughput
 from wedlm_jax.metrics.profile import traced
-from wedlm_jax.metrics.throughput import peak_flops
+from wedlm_jax.metrics.progress import ProgressBar
+from wedlm_jax.metrics.throughput import Throughput, peak_flops
 
 
 def clock(monkeypatch, module, *times: float) -> None:

@@ -13,9 +13,8 @@ import pytest
 
 from tests.bad_input import full_disk
 from wedlm_jax.errors import UserError
-from wedlm_jax.metrics import MetricsWriter, fetch, read_metrics
 from wedlm_jax.metrics.report import Report
-from wedlm_jax.metrics.writers import StepLines
+from wedlm_jax.metrics.writers import MetricsWriter, StepLines, fetch, read_metrics
 
 
 def test_a_resumed_run_writes_no_step_twice_and_drops_half_a_line(tmp_path):

@@ -42,7 +42,7 @@ def window_on(mesh, attend=None):
 
 def arguments(mesh):
     given = params(TINY)
-    shardings = param_shardings(mesh, param_axes(TINY), {name: x.shape for name, x in given.items()})
+    shardings = param_shardings(mesh, param_axes(TINY), given)
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (ROWS, SLOTS))
     rows = batch_sharding(mesh) if ROWS % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0 else None
     return jax.device_put(given, shardings), jax.device_put(tokens, rows), jax.device_put(LENGTH, rows)

@@ -126,7 +126,7 @@ def test_over_a_mesh_the_stack_stays_and_its_devices_share_the_work(monkeypatch)
     monkeypatch.setattr(rooms, "LARGE", 0)
     mesh = make_mesh(MeshConfig(tensor=2, fsdp=4))
     given = params(TINY)
-    shardings = param_shardings(mesh, param_axes(TINY), {name: x.shape for name, x in given.items()})
+    shardings = param_shardings(mesh, param_axes(TINY), given)
     weights = Weights.of(transformer_from(TINY, jax.device_put(given, shardings)))
     assert weights.mesh == mesh
     with weights.transformer() as transformer:
@@ -137,7 +137,7 @@ def test_on_tpus_the_heads_of_a_stack_come_first_and_are_cut_as_before(monkeypat
     monkeypatch.setattr(rooms, "CPU", ())
     monkeypatch.setattr(rooms, "TPUS", ("cpu",))
     given, mesh = params(TINY), make_mesh(MeshConfig(tensor=2, fsdp=4))
-    shardings = param_shardings(mesh, param_axes(TINY), {name: x.shape for name, x in given.items()})
+    shardings = param_shardings(mesh, param_axes(TINY), given)
     transformer = transformer_from(TINY, jax.device_put(given, shardings))
     with Weights.of(transformer).transformer() as decoding:
         laid_out = {
@@ -183,7 +183,7 @@ def test_on_gpus_layers_lie_apart_where_half_of_the_memory_left_holds_a_copy(a_g
     given = params(TINY)
     if sizes is not None:
         mesh = make_mesh(MeshConfig(**sizes))
-        given = jax.device_put(given, param_shardings(mesh, param_axes(TINY), {k: x.shape for k, x in given.items()}))
+        given = jax.device_put(given, param_shardings(mesh, param_axes(TINY), given))
     transformer = transformer_from(TINY, given)
     arrays = jax.tree.leaves(nnx.state(transformer.layers))
     size = sum(x.addressable_data(0).nbytes for x in arrays)

@@ -176,7 +176,7 @@ class Documents:
                 turns, parts = "last", up_to_each_turn(record.messages)
             examples = (
                 from_messages(
-                    part, tokenizer, tools=record.tools, variables=record.variables, document_id=_id_of_piece(index, number),
+                    part, tokenizer, tools=record.tools, variables=record.variables, document_id=_id(index, number),
                     num_end_tokens=config.num_end_tokens, loss_on_turns=turns,
                 )
                 for number, part in enumerate(parts)
@@ -207,7 +207,7 @@ class Documents:
             pieces = [
                 d[start : start + config.row_length] for d in documents for start in range(0, len(d), config.row_length)
             ]
-        return tuple(from_tokens(piece, _id_of_piece(index, number)) for number, piece in enumerate(pieces))
+        return tuple(from_tokens(piece, _id(index, number)) for number, piece in enumerate(pieces))
 
     def _whole(self, example: Example) -> Example:
         if len(example.tokens) > self._config.row_length:
@@ -226,12 +226,8 @@ def _seed_of_part(seed: int, number: int) -> int:
     return int(np.random.SeedSequence((seed, number)).generate_state(1)[0])
 
 
-def _id(number: int) -> int:
-    return number % 2**31
-
-
-def _id_of_piece(index: int, number: int) -> int:
-    return _id(index + number * _PIECES_APART)
+def _id(index: int, piece: int = 0) -> int:
+    return (index + piece * _PIECES_APART) % 2**31
 
 
 def _check_tokens(tokens: np.ndarray, rows: int) -> None:

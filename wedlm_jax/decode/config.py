@@ -116,8 +116,7 @@ class DecodeConfig:
 
     def changes(self, defaults: DecodeConfig) -> list[str]:
         """What is set otherwise than in `defaults`, each as `name=value`, for a title."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return [f"{name}={value}" for name, value in values.items() if value != getattr(defaults, name)]
+        return [f"{name}={value}" for name, value in vars(self).items() if value != getattr(defaults, name)]
 
     @property
     def refill_rule(self) -> Refill:

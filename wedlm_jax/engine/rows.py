@@ -65,7 +65,7 @@ class RowGroup:
     run can leave the others out."""
 
     def __init__(self, model: Model, config: DecodeConfig, rows: int, context: int):
-        self._model, self._window_table = model, model.window_table
+        self._model = model
         self._num_rows, self._context = rows, context
         self._program = Program.of(config)
         self._holds_back, self._drafter = config.holds_back, config.drafter
@@ -85,7 +85,7 @@ class RowGroup:
         self._state, self._settings = state, settings
         self._halted = np.zeros(rows, bool)
         cut = batch_parts(model.weights.mesh) > 1
-        self._counts = RowCounts(rows, window_slots, self._window_table, fixed=cut)
+        self._counts = RowCounts(rows, window_slots, model.window_table, fixed=cut)
         self._compiled: set[tuple[int, bool]] = set()
         self._run: Run | None = None
         self.rows = [Row() for _ in range(rows)]
@@ -237,7 +237,7 @@ class RowGroup:
             self.rows, self._halted = [self.rows[number] for number in order], self._halted[order]
 
     def _row_settings(self, configs: Sequence[DecodeConfig], rows: Sequence[int]) -> RowSettings:
-        settings = RowSettings.from_configs(configs, rows, self._window_table, self._model.num_tokens)
+        settings = RowSettings.from_configs(configs, rows, self._model.window_table, self._model.num_tokens)
         return settings.for_rows(self._of_a_device(self._num_rows))
 
     def _of_a_device(self, rows: int) -> int:

@@ -17,7 +17,7 @@ from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
-from wedlm_jax.evals.sweep import Generate, generate_rows
+from wedlm_jax.evals.sweep import generate_rows
 from wedlm_jax.model.handle import Model
 
 
@@ -116,7 +116,6 @@ def compare(
     rates: Rates,
     *,
     repeats: int,
-    generate: Generate = generate_rows,
     baselines: Sequence[Baseline] = (),
 ) -> list[Speed]:
     """Every decoder, and then every baseline, in turns on the same prompts.
@@ -128,7 +127,6 @@ def compare(
       configs: of the decoders; the first one is AR, that the others are set against.
       rates: of this machine.
       repeats: timed calls of each, after one that compiles.
-      generate: `generate_rows`, or what a test puts in its place.
       baselines: other engines, which decode by AR; they time themselves.
     """
     assert configs[0].decoder == "ar"
@@ -137,7 +135,7 @@ def compare(
 
     def ours(config: DecodeConfig, most: int) -> tuple[float, list[Completion]]:
         start = time.perf_counter()
-        completed = generate(model, prompts, dataclasses.replace(config, max_new_tokens=most))
+        completed = generate_rows(model, prompts, dataclasses.replace(config, max_new_tokens=most))
         return time.perf_counter() - start, completed
 
     def theirs(baseline: Baseline, most: int) -> tuple[float, list[Completion]]:

@@ -22,7 +22,6 @@ from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
-Generate = Callable[..., list[Completion]]  # (model, prompts, config), in a sweep also the number of the first row
 ADAPTED, BASE = "adapted", "base"
 _WARM_UP = 4  # batches of a shape
 
@@ -107,7 +106,6 @@ def sweep(
     tasks: Sequence[tuple[Task, list[Problem]]],
     *,
     batch_size: int,
-    generate: Generate = generate_rows,
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
     on_task: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], dict[tuple[str, str], list[Completion]]]:
@@ -117,9 +115,8 @@ def sweep(
       models: by the names that the settings use.
       settings: the rows wanted.
       tasks: each with its problems.
-      batch_size: prompts a call; the last batch of a task is filled up with a repeated prompt that is not counted.
-      generate: `generate_rows`, or what a test puts in its place. Rows are numbered over the problems of all tasks, the same for
-        every setting.
+      batch_size: prompts a call; the last batch of a task is filled up with a repeated prompt that is not counted. Rows are
+        numbered over the problems of all tasks, the same for every setting.
       on_batch: told after every timed batch how many problems of the task it held.
       on_task: told after every task the rows so far.
 
@@ -130,7 +127,7 @@ def sweep(
       UserError: a setting does not go with its model, or a problem leaves no room for its completion in the model's context.
     """
     _check(models, settings, tasks)
-    clock = _WarmClock(generate, batch_size)
+    clock = _WarmClock(batch_size)
 
     def measure(task: Task, problems: list[Problem], setting: Setting, first_row: int) -> Measurement:
         model = models[setting.weights]
@@ -165,7 +162,6 @@ def setting_by_setting(
     tasks: Sequence[tuple[Task, list[Problem]]],
     *,
     batch_size: int,
-    generate: Generate = generate_rows,
     on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
 ) -> Iterator[OfSetting]:
     """`sweep` in the other order, each setting as soon as it is measured, so that it can be shown and saved at once.
@@ -175,7 +171,7 @@ def setting_by_setting(
     """
     assert settings[0].config.decoder == "ar"
     _check({setting.weights: model for setting in settings}, settings, tasks)
-    clock, of_ar = _WarmClock(generate, batch_size), list[Measurement]()
+    clock, of_ar = _WarmClock(batch_size), list[Measurement]()
     for setting in settings:
         measured, first_row = list[Measurement](), 0
         for task, problems in tasks:
@@ -209,8 +205,8 @@ class _WarmClock:
     so that the model's weights are laid out for it, and so that the widths that its forwards take turns in have been used: a
     program is slow where it comes by the first time."""
 
-    def __init__(self, generate: Generate, batch_size: int):
-        self._generate, self._batch_size = generate, batch_size
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
         self._warmed_up: collections.Counter[tuple] = collections.Counter()
 
     def measure(
@@ -229,10 +225,10 @@ class _WarmClock:
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
             shape = (id(model), config.program(model.window_table), config.max_new_tokens, width)
             if self._warmed_up[shape] < _WARM_UP:
-                self._generate(model, filled_up, config, first_row + start)
+                generate_rows(model, filled_up, config, first_row + start)
                 self._warmed_up[shape] += 1
             begun = time.perf_counter()
-            batch = self._generate(model, filled_up, config, first_row + start)
+            batch = generate_rows(model, filled_up, config, first_row + start)
             seconds += time.perf_counter() - begun
             timed_tokens += sum(c.stats.generated_tokens for c in batch)
             completions += batch[: len(prompts)]

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
@@ -13,8 +14,8 @@ from wedlm_jax.decode.calibration import Calibration
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import bucket, make_request
 from wedlm_jax.decode.prompts import Prompt
+from wedlm_jax.decode.scores import score
 from wedlm_jax.engine import Engine
-from wedlm_jax.evals.agreement import disagreements
 from wedlm_jax.model.handle import Model
 
 THRESHOLDS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0)  # tau, nats
@@ -70,3 +71,19 @@ def choose(measured: Sequence[Calibration]) -> Calibration | None:
     """The fastest (tokens per forward) that agrees often enough; of equals the one that agrees more. None: there is none."""
     good = [m for m in measured if m.disagreement <= m.max_disagreement]
     return max(good, key=lambda m: (m.tokens_per_forward, -m.disagreement), default=None)
+
+
+def disagreements(model: Model, prompt: Sequence[int], ids: Sequence[int], mask_token_id: int | None) -> int:
+    """How many of `ids` are not the likeliest next token after the prompt and the ids before them, which needs no labels.
+
+    Every token is held against the AR prediction behind the completion's own beginning, so one that differs is counted once,
+    whatever it leads to.
+
+    Args:
+      mask_token_id: never the likeliest; None = no token is excluded.
+
+    Raises:
+      UserError: it does not fit in memory.
+    """
+    chosen = score(model, [*prompt, *ids], banned=mask_token_id).likeliest[len(prompt) - 1 : -1]
+    return int(np.sum(chosen != np.asarray(ids)))

@@ -25,7 +25,7 @@ from wedlm_jax.distributed import is_main
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.tasks import prompt_of
-from wedlm_jax.metrics import fetch
+from wedlm_jax.metrics.writers import fetch
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import transformer_from
 from wedlm_jax.sharding import on_mesh, replicated, row_shares

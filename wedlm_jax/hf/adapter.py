@@ -153,8 +153,7 @@ def with_adapter(model: Model, directory: Path) -> Model:
     if model.mesh is None:
         placed = {name: jnp.asarray(x) for name, x in own.items()}
     else:
-        axes = {name: names for name, names in param_axes(config).items() if name in own}
-        shardings = param_shardings(model.mesh, axes, {name: x.shape for name, x in own.items()})
+        shardings = param_shardings(model.mesh, param_axes(config), own)
         placed = {
             name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__) for name, x in own.items()
         }

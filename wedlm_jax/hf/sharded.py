@@ -28,20 +28,21 @@ def read_sharded(tensors: StoredTensors, config: ModelConfig, mesh: Mesh) -> dic
     Raises:
       UserError: a file is truncated, or the mesh does not divide a parameter.
     """
-    shapes = {name: x.shape for name, x in param_shapes(config).items()}
+    shapes = param_shapes(config)
     shardings = param_shardings(mesh, param_axes(config), shapes)
     params: dict[str, jax.Array] = {}
     for row in rows(config):
+        shape = shapes[row.ours].shape
 
         @functools.cache
         def read(bounds: tuple[tuple[int, int], ...], row: Row = row) -> np.ndarray:
             return read_part(tensors, row, config, tuple(slice(*ends) for ends in bounds))
 
-        def of_device(part: Part | None, shape: tuple[int, ...] = shapes[row.ours], read: Any = read) -> np.ndarray:
+        def of_device(part: Part | None, shape: tuple[int, ...] = shape, read: Any = read) -> np.ndarray:
             assert part is not None  # jax types it so, and passes slices
             return read(tuple(cut.indices(size)[:2] for cut, size in zip(part, shape, strict=True)))
 
-        params[row.ours] = jax.make_array_from_callback(shapes[row.ours], shardings[row.ours], of_device)
+        params[row.ours] = jax.make_array_from_callback(shape, shardings[row.ours], of_device)
     return params
 
 

@@ -40,9 +40,7 @@ def in_int8(model: Model, mesh: Mesh | None = None) -> Model:
     if mesh is None:
         placed = {name: jnp.asarray(x) for name, x in fetched.items()}
     else:
-        shapes = {name: x.shape for name, x in fetched.items()}
-        shardings = param_shardings(mesh, param_axes(config), shapes)
-        placed = {name: jax.device_put(x, shardings[name]) for name, x in fetched.items()}
+        placed = jax.device_put(fetched, param_shardings(mesh, param_axes(config), fetched))
     return dataclasses.replace(model, config=config, transformer=transformer_from(config, placed))
 
 
