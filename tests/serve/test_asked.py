@@ -127,6 +127,11 @@ def test_variables_of_the_chat_template_are_no_setting():
         (False, {"prompt": "Tom", "temperature": 10**400}, "temperature: is larger than any float"),
         (False, {"prompt": "Tom", "frequency_penalty": 0.5}, "frequency_penalty=0.5: is not done here"),
         (False, {"prompt": "Tom", "logit_bias": {"5": 1}}, "logit_bias=.*: is not done here"),
+        (
+            False,
+            {"prompt": "Tom", "min_tokens": 9},
+            "min_tokens=9: is not done here; leave it out; with ignore_eos=true",
+        ),
         (False, {"prompt": "Tom", "ignore_eos": 1}, "ignore_eos=1: must be true or false"),
         (
             False,

@@ -43,6 +43,7 @@ TEXT_ALONE = "leave it out: answers are text, and hold no calls"
 INSTEAD = {
     "function_call": TEXT_ALONE,
     "functions": TEXT_ALONE,
+    "min_tokens": "leave it out; with ignore_eos=true an answer has max_tokens",
     "response_format": "leave it out, and ask for it in the prompt: answers are held to no schema",
     "stop_token_ids": "give stop_ids, which end an answer in the place of the model's own",
     "tool_choice": TEXT_ALONE,
