@@ -43,7 +43,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_blockwise)
+    monkeypatch.setattr(sweep, "generate_rows", interrupted_at_blockwise)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "cacheability.png").write_text("of an earlier run")
     flags = ("--tasks", "counting", "copying", "--limit", "1", "--thresholds", "inf", "--fill-rules", "each", "--window-size",

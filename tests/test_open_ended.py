@@ -93,7 +93,7 @@ def test_what_is_measured_is_saved_and_told_before_the_next_decoder_runs(monkeyp
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_streaming)
+    monkeypatch.setattr(sweep, "generate_rows", interrupted_at_streaming)
     out.mkdir()
     (out / "open_ended.png").write_text("of an earlier run")
     flags = ("--model", folder / "model", "--input", folder / "in.jsonl", "--out", out, *FLAGS)

@@ -41,7 +41,7 @@ def test_a_setting_is_saved_and_told_before_the_next_one_is_decoded(monkeypatch,
             raise KeyboardInterrupt
         return by_hand(model, prompts, config, first_row)
 
-    monkeypatch.setitem(sweep.setting_by_setting.__kwdefaults__, "generate", interrupted_at_the_second)
+    monkeypatch.setattr(sweep, "generate_rows", interrupted_at_the_second)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tradeoff.png").write_text("of an earlier run")
     flags = ("--task", "counting", "--limit", "1", "--windows", "4", "--thresholds", "inf", "0.4", "--penalties", "0",

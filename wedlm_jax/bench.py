@@ -26,9 +26,8 @@ from wedlm_jax import pretrained
 from wedlm_jax.baselines.process import Baseline, EngineEnded, Name
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig, Decoder
-from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.decode.measured_windows import measured_in_use
 from wedlm_jax.engine.memory import cache_bytes
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.beside_official import Beside, beside, beside_table, streaming_as_official, where_they_part
@@ -121,8 +120,7 @@ def bench(args: Bench, console: Console) -> list[Speed]:
         named["official"] = streaming_as_official(decode, most)
     asked = {name: dataclasses.replace(config, max_new_tokens=most) for name, config in named.items()}
     settings = {name: settings_as_json(resolved(model, config)) for name, config in asked.items()}
-    in_use = list(named.values())
-    console.print("\n".join([*calibration_in_use(model, in_use), *windows_in_use(model, in_use), *left_out, ""]))
+    console.print("\n".join([*measured_in_use(model, list(named.values())), *left_out, ""]))
     found = Found(ran(model.config, args.mesh), settings, [*left_out])
     try:
         measure(args, model, decode, configs, work, problems, found, console)

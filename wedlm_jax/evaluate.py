@@ -31,9 +31,8 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tokenizer import encode_text, start_of_text
-from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.decode.measured_windows import measured_in_use
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
@@ -162,7 +161,7 @@ def plan_model(args: Evaluate, path: str) -> Plan:
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
     model = load_exact(path, args.mesh, args.adapter, args.int8, variables_of(args.chat_template_kwargs))
     tasks = asked(args, [args.task or ""], model)
-    for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
+    for line in measured_in_use(model, [args.decode]):
         print(line, file=sys.stderr)
     title = f"{path} in int8" if args.int8 else path
     questions = str(args.questions) if args.questions else None

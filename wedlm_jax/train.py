@@ -14,6 +14,7 @@ import tyro
 from wedlm_jax.ahead_of_time import compile_only
 from wedlm_jax.checkpoint import Checkpoints, refuse_unfit_path
 from wedlm_jax.data.pipeline import batches, require_groups
+from wedlm_jax.data.tokenizer import load_tokenizer
 from wedlm_jax.data_progress import DataProgress
 from wedlm_jax.distributed import is_main, together
 from wedlm_jax.errors import UserError, entry, out_of_memory, reason
@@ -27,7 +28,7 @@ from wedlm_jax.metrics.writers import require_wandb
 from wedlm_jax.model.config import by_means_of
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.parameters import params_of
-from wedlm_jax.model_file import ModelFile
+from wedlm_jax.model_file import TOKENIZER_FOLDER, ModelFile
 from wedlm_jax.preemption import EXIT_STATUS, Termination, end_with_study, go_on_unread
 from wedlm_jax.pretrained import base_params
 from wedlm_jax.resuming import DIGESTS, digests_of, note_experiment, refuse_another_experiment, refuse_other_data
@@ -49,7 +50,6 @@ from wedlm_jax.workdir import (
     progress_of,
     refuse_long_rows,
     require_inputs,
-    tokenizer_of,
 )
 
 
@@ -166,7 +166,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
             f"train.best_metric={config.best_metric} is the base's at every step, since an adapter with rows=mask changes no "
             "other row; choose validation_mlm_loss"
         )
-    tokenizer = tokenizer_of(workdir)
+    tokenizer = load_tokenizer(workdir / TOKENIZER_FOLDER)
     data = experiment.data
     if data.self_generated is not None:
         if not resumed and initial is None:

@@ -31,9 +31,7 @@ from wedlm_jax.train_state import TrainState, state_shardings
 Params = dict[str, jax.Array]
 
 # A packed batch crosses to the device as it is; the data pipeline itself knows only numpy.
-jax.tree_util.register_dataclass(
-    PackedBatch, data_fields=[field.name for field in dataclasses.fields(PackedBatch)], meta_fields=[]
-)
+jax.tree_util.register_dataclass(PackedBatch)
 
 
 @dataclasses.dataclass(frozen=True)

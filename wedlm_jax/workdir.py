@@ -239,10 +239,6 @@ def prepare_workdir(
         (workdir / EXPERIMENT_FILE).write_text(experiment.to_json())
 
 
-def tokenizer_of(workdir: Path) -> PreTrainedTokenizerBase:
-    return load_tokenizer(workdir / TOKENIZER_FOLDER)
-
-
 def progress_of(init_from: str | None) -> str:
     """Which step of the run in a workdir it is, for all to see; nothing for a directory that does not say."""
     place, step = split_step(str(init_from))

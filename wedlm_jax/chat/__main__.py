@@ -23,10 +23,9 @@ from rich.console import Console
 
 from wedlm_jax.chat.conversation import Conversation
 from wedlm_jax.chat.screen import PlainScreen, Screen, TerminalScreen, summary
-from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import bucket
-from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.decode.measured_windows import measured_in_use
 from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.errors import UserError, entry
 from wedlm_jax.flags import TextFlag, parse
@@ -60,7 +59,7 @@ def chat(args: Chat, console: Console) -> None:
     engine = Engine(
         model, rows=1, context=args.context, steps=TerminalScreen.steps if console.is_terminal else PlainScreen.steps
     )
-    for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
+    for line in measured_in_use(model, [args.decode]):
         note(notes, line)
     # Answers are not timed with compilation: of the first prompt, unless the first line is long, and of short turns behind it.
     hello = conversation.prompt("Hello")

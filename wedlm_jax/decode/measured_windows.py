@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from wedlm_jax.decode.calibration import read_stored, write_stored
+from wedlm_jax.decode.calibration import calibration_in_use, read_stored, write_stored
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.handle import WINDOWS_FILE, Model
@@ -55,6 +55,11 @@ def device_name(model: Model) -> str:
     kind = f"{_processor()}, {os.cpu_count()} cores" if device.platform == "cpu" else device.device_kind
     of_kernels = "" if model.config.kernel_dtype is None else f", kernels of {model.config.kernel_dtype}"
     return f"{1 if model.mesh is None else model.mesh.size} x {kind}, {dtype}{of_kernels}"
+
+
+def measured_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:
+    """Lines for the user: what was measured of the model, thresholds or windows, and is used by any of these settings."""
+    return [*calibration_in_use(model, configs), *windows_in_use(model, configs)]
 
 
 def windows_in_use(model: Model, configs: Sequence[DecodeConfig]) -> list[str]:

@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.progress import track
 
 from wedlm_jax.decode.batches import in_batches
-from wedlm_jax.decode.calibration import calibration_in_use, fingerprint
+from wedlm_jax.decode.calibration import fingerprint
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import Request, make_request
-from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.decode.measured_windows import measured_in_use
 from wedlm_jax.decode.prompt_file import prompts_of, read_objects
 from wedlm_jax.decode.prompts import Prompt, digest_of
 from wedlm_jax.decode.stats import Completion, Stats
@@ -85,7 +85,7 @@ def generate(args: Generate) -> None:
     each = [(name, prompt) for name, prompt in prompts for _ in range(args.n)]
     labels = [label | ({"completion": k} if args.n > 1 else {}) for label in labels for k in range(args.n)]
     requests = [make_request(model, p, args.decode, row=row, name=name) for row, (name, p) in enumerate(each)]
-    for note in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
+    for note in measured_in_use(model, [args.decode]):
         print(note, file=sys.stderr)
     if args.details and requests and not requests[0].config.holds_back:
         print(f"note: --details: {NO_DETAILS}", file=sys.stderr)

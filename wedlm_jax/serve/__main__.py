@@ -18,9 +18,8 @@ from typing import Annotated
 import jax
 import tyro
 
-from wedlm_jax.decode.calibration import calibration_in_use
 from wedlm_jax.decode.config import DecodeConfig
-from wedlm_jax.decode.measured_windows import windows_in_use
+from wedlm_jax.decode.measured_windows import measured_in_use
 from wedlm_jax.engine import Engine
 from wedlm_jax.engine.memory import in_words
 from wedlm_jax.errors import UserError, entry
@@ -70,7 +69,7 @@ def serve(args: Serve) -> None:
             steps=args.steps,
             cache_limit=args.cache_limit,
         )
-        for line in [*calibration_in_use(model, [args.decode]), *windows_in_use(model, [args.decode])]:
+        for line in measured_in_use(model, [args.decode]):
             say(line)
         failed = threading.Event()
 
