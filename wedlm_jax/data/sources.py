@@ -20,7 +20,7 @@ from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable
+from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable, too_large
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.errors import UserError, reading
 
@@ -69,7 +69,9 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     path = str(part.path)
     sources: Sequence[Source]
     if part.source in _ENDINGS:
-        sources = [_open_file(file, part, row_length) for file in _files(part)]
+        files = _files(part)
+        on_disk = part.source in ("parquet", "csv") and too_large(files)
+        sources = [_open_file(file, part, row_length, on_disk) for file in files]
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
     lines = any(isinstance(source, JsonLines) for source in sources)
@@ -94,15 +96,15 @@ def _files(part: SourceConfig) -> list[Path]:
     return find_files(str(part.path), _ENDINGS[part.source])
 
 
-def _open_file(file: Path, part: SourceConfig, row_length: int) -> Source:
+def _open_file(file: Path, part: SourceConfig, row_length: int, on_disk: bool) -> Source:
     if part.source in ("chat", "completions"):
         return JsonLines(file, part)
     if part.source == "tokens":
         return TokenArray(file, part, row_length)
     if part.source == "parquet":
-        return ParquetTable(str(file), part)
+        return ParquetTable(str(file), part, on_disk)
     if part.source == "csv":
-        return CsvTable(str(file), part)
+        return CsvTable(str(file), part, on_disk)
     lines = json_lines_beside_text(file, part)
     return TextFile(file) if lines is None else lines
 
