@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
-from wedlm_jax.data import files, tables
+from wedlm_jax.data import files, sources, tables
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches
@@ -285,6 +285,16 @@ def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkey
     assert sorted(read[:12]) == sorted(read[12:]) and len({str(one) for one in read}) == 12
     held = {"chat": "_file", "tokens": "_array", "parquet": "_rows"}[source]
     assert sum(getattr(one, held) is not None for one in documents._sources[0]._sources) == 4
+
+
+def test_how_many_of_many_files_are_open_is_told_where_it_takes_long(tmp_path, monkeypatch, capsys):
+    for number in range(3):
+        write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
+    open_path(config_of(tmp_path), 64)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(sources, "_SECONDS_BETWEEN_LINES", 0.0)
+    open_path(config_of(tmp_path), 64)
+    assert capsys.readouterr().err.splitlines() == [f"{tmp_path}: {n} of 3 files are open" for n in (1, 2, 3)]
 
 
 def test_text_of_files_and_of_jsonl(tmp_path):

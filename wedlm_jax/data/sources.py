@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
+import sys
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ _EMPTY: Mapping[str, str] = {  # what is said where all files are; among others 
     **dict.fromkeys(("chat", "completions"), "the file is empty; a record is one object on a line, or of one array"),
 }
 _SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
+_SECONDS_BETWEEN_LINES = 10.0
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
 
@@ -87,9 +90,20 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
             "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
-    if not any(map(len, sources)):
+    if not _count(sources, path):
         raise UserError(f"{path}: {_EMPTY.get(part.source, 'has no rows')}")
     return sources[0] if len(sources) == 1 else Joined(sources)
+
+
+def _count(sources: Sequence[Source], path: str) -> int:
+    """The records of all. Most files are looked through for it, and how far that is is told where it takes long."""
+    count, told = 0, time.monotonic()
+    for number, source in enumerate(sources, 1):
+        count += len(source)
+        if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+            print(f"{path}: {number:,} of {len(sources):,} files are open", file=sys.stderr, flush=True)
+            told = time.monotonic()
+    return count
 
 
 def _files(part: SourceConfig) -> list[Path]:
