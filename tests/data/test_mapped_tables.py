@@ -165,3 +165,11 @@ def test_where_tables_are_decoded_to_is_told_once(tmp_path, kept, capsys):
     assert capsys.readouterr().err == (
         f"large tables are decoded once to files in {kept} (WEDLM_JAX_CACHE names another place)\n"
     )
+
+
+def test_how_far_a_table_is_decoded_is_told_where_it_takes_long(tmp_path, kept, monkeypatch, capsys):
+    monkeypatch.setattr(mapped_tables, "SECONDS_BETWEEN_LINES", 0.0)
+    path = texts(tmp_path / "a.parquet")
+    records(path)
+    told = capsys.readouterr().err.splitlines()
+    assert told[1:] == [f"{path}: {rows} rows are decoded" for rows in (256, 300)]

@@ -292,7 +292,7 @@ def test_how_many_of_many_files_are_open_is_told_where_it_takes_long(tmp_path, m
         write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
     open_path(config_of(tmp_path), 64)
     assert not capsys.readouterr().err
-    monkeypatch.setattr(sources, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(sources, "SECONDS_BETWEEN_LINES", 0.0)
     open_path(config_of(tmp_path), 64)
     assert capsys.readouterr().err.splitlines() == [f"{tmp_path}: {n} of 3 files are open" for n in (1, 2, 3)]
 

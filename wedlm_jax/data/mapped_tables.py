@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import pyarrow
 from wedlm_jax.errors import UserError, reading, reason, writing
 
 CACHE = "WEDLM_JAX_CACHE"  # in the environment: a folder in place of ~/.cache/wedlm_jax
+SECONDS_BETWEEN_LINES = 10.0  # of what takes long to open
 _FORMAT = 1  # of the files, which those of another one do not pass for
 _ENDS = b"ends"  # key of metadata: where the batches end
 _NOT_THERE = (OSError, ValueError, pyarrow.ArrowException)  # or damaged, or of no bytes
@@ -104,7 +106,7 @@ def _write(file: Path, path: str, batches: Iterator[Any]) -> None:
     unfinished = file.with_suffix(".unfinished")
     try:
         with unfinished.open("wb") as output:
-            _write_batches(output, batches)
+            _write_batches(output, path, batches)
             output.flush()
             os.fsync(output.fileno())
         unfinished.replace(file)
@@ -114,15 +116,19 @@ def _write(file: Path, path: str, batches: Iterator[Any]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def _write_batches(output: Any, batches: Iterator[Any]) -> None:
+def _write_batches(output: Any, path: str, batches: Iterator[Any]) -> None:
     """With an empty batch behind them that says where each of them ends, so that none need be looked at to find a row."""
     first = list(itertools.islice(batches, 1))
     schema = _without_dictionaries(first[0].schema if first else pyarrow.schema([]))
     ends: list[int] = []
+    told = time.monotonic()
     with pyarrow.ipc.new_file(output, schema) as writer:
         for batch in itertools.chain(first, batches):
             writer.write_batch(batch.cast(schema))
             ends.append(batch.num_rows + (ends[-1] if ends else 0))
+            if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
+                print(f"{path}: {ends[-1]:,} rows are decoded", file=sys.stderr, flush=True)
+                told = time.monotonic()
         writer.write_batch(pyarrow.RecordBatch.from_pylist([], schema), custom_metadata={_ENDS: json.dumps(ends)})
 
 

@@ -18,6 +18,7 @@ from wedlm_jax.data.config import DataConfig, SourceConfig
 from wedlm_jax.data.examples import pieces_of_text
 from wedlm_jax.data.files import find_files
 from wedlm_jax.data.json_lines import ENDINGS, JsonLines, json_lines_beside_text
+from wedlm_jax.data.mapped_tables import SECONDS_BETWEEN_LINES
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
@@ -41,7 +42,6 @@ _EMPTY: Mapping[str, str] = {  # what is said where all files are; among others 
     **dict.fromkeys(("chat", "completions"), "the file is empty; a record is one object on a line, or of one array"),
 }
 _SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
-_SECONDS_BETWEEN_LINES = 10.0
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
 
 
@@ -100,7 +100,7 @@ def _count(sources: Sequence[Source], path: str) -> int:
     count, told = 0, time.monotonic()
     for number, source in enumerate(sources, 1):
         count += len(source)
-        if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
             print(f"{path}: {number:,} of {len(sources):,} files are open", file=sys.stderr, flush=True)
             told = time.monotonic()
     return count
