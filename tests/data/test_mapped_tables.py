@@ -95,6 +95,7 @@ def test_a_table_is_decoded_once_for_all_splits_workers_and_runs(tmp_path, kept,
 
 
 def test_processes_that_open_a_table_at_once_decode_it_once(tmp_path, kept):
+    """Threads stand for them: the lock keeps out whoever opens its file, too."""
     path, began, decoded = texts(tmp_path / "a.parquet"), threading.Barrier(4), []
 
     def batches():
