@@ -12,7 +12,7 @@ import pytest
 
 from tests.bad_input import forbidden, full_disk
 from tests.data.tiny import chat, config_of, digest, sentence, stream
-from wedlm_jax.data import mapped_tables, tables
+from wedlm_jax.data import decoded_files, tables
 from wedlm_jax.data.mapped_tables import rows_on_disk
 from wedlm_jax.data.sources import open_path
 from wedlm_jax.errors import UserError
@@ -21,9 +21,9 @@ from wedlm_jax.errors import UserError
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """The folder of the decoded tables, of which all are too large for memory."""
-    monkeypatch.setattr(tables, "_HELD", 0)
+    monkeypatch.setattr(decoded_files, "_HELD", 0)
     monkeypatch.setenv("WEDLM_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "tables"
+    return tmp_path / "cache" / "decoded"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def records(path, source="parquet"):
 def test_a_table_on_disk_gives_the_same_batches_as_one_in_memory(folder, kept, monkeypatch):
     on_disk = [digest(next(stream(config_of(folder, "parquet", num_groups=2)))) for _ in range(2)]
     assert sorted(file.name[:9] for file in kept.glob("*.arrow")) == ["a.parquet", "b.parquet", "c.parquet"]
-    monkeypatch.setattr(tables, "_HELD", 1 << 20)
+    monkeypatch.setattr(decoded_files, "_HELD", 1 << 20)
     assert [digest(next(stream(config_of(folder, "parquet", num_groups=2)))) for _ in range(2)] == on_disk
 
 
@@ -66,7 +66,7 @@ def test_a_csv_file_on_disk_gives_the_same_records_as_one_in_memory(tmp_path, ke
     monkeypatch.setattr(tables, "_CSV_BLOCK", 1000)
     on_disk = records(tmp_path / name, "csv")
     assert len(list(kept.glob("*.arrow"))) == 1
-    monkeypatch.setattr(tables, "_HELD", 1 << 20)
+    monkeypatch.setattr(decoded_files, "_HELD", 1 << 20)
     assert on_disk == records(tmp_path / name, "csv") == table.select(["text"]).to_pylist()
 
 
@@ -87,7 +87,7 @@ def test_a_table_is_decoded_once_for_all_splits_workers_and_runs(tmp_path, kept,
     def again(*given):
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(mapped_tables, "_write", again)
+    monkeypatch.setattr(decoded_files, "_write", again)
     worker = pickle.loads(pickle.dumps(source))
     assert [worker.fetch(index) for index in range(300)] == records(path) == expected
     source.let_go()
@@ -164,13 +164,15 @@ def test_where_tables_are_decoded_to_is_told_once(tmp_path, kept, capsys):
     for name in ("a", "b"):
         records(texts(tmp_path / f"{name}.parquet"))
     assert capsys.readouterr().err == (
-        f"large tables are decoded once to files in {kept} (WEDLM_JAX_CACHE names another place)\n"
+        f"large data is decoded once to files in {kept} (WEDLM_JAX_CACHE names another place)\n"
     )
 
 
 def test_how_far_a_table_is_decoded_is_told_where_it_takes_long(tmp_path, kept, monkeypatch, capsys):
-    monkeypatch.setattr(mapped_tables, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(decoded_files, "_SECONDS_BETWEEN_LINES", 0.0)
     path = texts(tmp_path / "a.parquet")
     records(path)
     told = capsys.readouterr().err.splitlines()
-    assert told[1:] == [f"{path}: {rows} rows are decoded" for rows in (256, 300)]
+    assert told[1:] == [
+        f"{path}: {what}" for what in ("256 rows are decoded", "300 rows are decoded", "1 of 1 files are open")
+    ]

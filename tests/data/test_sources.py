@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
-from wedlm_jax.data import files, sources, tables
+from wedlm_jax.data import decoded_files, files
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches
@@ -271,7 +271,7 @@ def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkey
     """As systems are set up a process may have 1,024 open; also those of which it reads again in another epoch."""
     monkeypatch.setattr(files, "_MOST_OPEN", 4)
     monkeypatch.setattr(files, "_open", collections.deque())
-    monkeypatch.setattr(tables, "_HELD", 0)
+    monkeypatch.setattr(decoded_files, "_HELD", 0)
     monkeypatch.setenv("WEDLM_JAX_CACHE", str(tmp_path / "cache"))
     for number in range(12):
         if source == "chat":
@@ -292,7 +292,7 @@ def test_how_many_of_many_files_are_open_is_told_where_it_takes_long(tmp_path, m
         write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
     open_path(config_of(tmp_path), 64)
     assert not capsys.readouterr().err
-    monkeypatch.setattr(sources, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(decoded_files, "_SECONDS_BETWEEN_LINES", 0.0)
     open_path(config_of(tmp_path), 64)
     assert capsys.readouterr().err.splitlines() == [f"{tmp_path}: {n} of 3 files are open" for n in (1, 2, 3)]
 

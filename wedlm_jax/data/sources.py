@@ -5,8 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-import sys
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +13,15 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig, SourceConfig
+from wedlm_jax.data.decoded_files import lines_between_times, too_large
 from wedlm_jax.data.examples import pieces_of_text
 from wedlm_jax.data.files import find_files
-from wedlm_jax.data.json_lines import ENDINGS, JsonLines, json_lines_beside_text
-from wedlm_jax.data.mapped_tables import SECONDS_BETWEEN_LINES
+from wedlm_jax.data.json_lines import COMPRESSED, ENDINGS, JsonLines, json_lines_beside_text
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
 from wedlm_jax.data.stdlib_code import code_files
-from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable, too_large
+from wedlm_jax.data.tables import CSV_ENDINGS, CsvTable, HfTable, ParquetTable, TfdsTable
 from wedlm_jax.data.token_arrays import TokenArray
 from wedlm_jax.errors import UserError, reading
 
@@ -72,9 +70,7 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     path = str(part.path)
     sources: Sequence[Source]
     if part.source in _ENDINGS:
-        files = _files(part)
-        on_disk = part.source in ("parquet", "csv") and too_large(files)
-        sources = [_open_file(file, part, row_length, on_disk) for file in files]
+        sources = _open_files(_files(part), part, row_length)
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
     lines = any(isinstance(source, JsonLines) for source in sources)
@@ -90,36 +86,37 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
             "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
-    if not _count(sources, path):
+    if not sum(len(source) for source in sources):
         raise UserError(f"{path}: {_EMPTY.get(part.source, 'has no rows')}")
     return sources[0] if len(sources) == 1 else Joined(sources)
-
-
-def _count(sources: Sequence[Source], path: str) -> int:
-    """The records of all. Most files are looked through for it, and how far that is is told where it takes long."""
-    count, told = 0, time.monotonic()
-    for number, source in enumerate(sources, 1):
-        count += len(source)
-        if time.monotonic() - told >= SECONDS_BETWEEN_LINES:
-            print(f"{path}: {number:,} of {len(sources):,} files are open", file=sys.stderr, flush=True)
-            told = time.monotonic()
-    return count
 
 
 def _files(part: SourceConfig) -> list[Path]:
     return find_files(str(part.path), _ENDINGS[part.source])
 
 
+def _open_files(files: list[Path], part: SourceConfig, row_length: int) -> list[Source]:
+    """Most are looked through, and how far that is is told where it takes long."""
+    tables = part.source in ("parquet", "csv")
+    on_disk = too_large(file for file in files if tables or file.suffix.lower() in COMPRESSED)
+    sources, tell = [], lines_between_times()
+    for file in files:
+        sources.append(_open_file(file, part, row_length, on_disk))
+        len(sources[-1])  # looks through it
+        tell(f"{part.path}: {len(sources):,} of {len(files):,} files are open")
+    return sources
+
+
 def _open_file(file: Path, part: SourceConfig, row_length: int, on_disk: bool) -> Source:
     if part.source in ("chat", "completions"):
-        return JsonLines(file, part)
+        return JsonLines(file, part, on_disk)
     if part.source == "tokens":
         return TokenArray(file, part, row_length)
     if part.source == "parquet":
         return ParquetTable(str(file), part, on_disk)
     if part.source == "csv":
         return CsvTable(str(file), part, on_disk)
-    lines = json_lines_beside_text(file, part)
+    lines = json_lines_beside_text(file, part, on_disk)
     return TextFile(file) if lines is None else lines
 
 

@@ -8,7 +8,7 @@ import csv
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,12 @@ from wedlm_jax.data.config import SourceConfig
 from wedlm_jax.data.files import note_open
 from wedlm_jax.data.mapped_tables import Rows, rows_in_memory, rows_on_disk
 from wedlm_jax.data.records import Raw, Record
-from wedlm_jax.errors import UserError, reading, reason
+from wedlm_jax.errors import UserError, reason
 
 CSV_ENDINGS = tuple(kind + compression for kind in (".csv", ".tsv") for compression in ("", ".gz", ".zst"))
 _CSV_BLOCK = 1 << 24  # bytes that are parsed at once; no row is longer
 _PARQUET_BATCH = 256  # rows that are decoded at once, and a row may be a whole book
 _PARQUET_BUFFER = 1 << 16  # bytes that are read at once; else a group of rows is, and a file may be one group
-# Bytes of the files of a source that are held decoded in memory, which takes several times as much, in each worker process too,
-# and once more for held-out documents.
-_HELD = 1 << 26
 
 
 class Table(abc.ABC):
@@ -76,15 +73,6 @@ def _stated(value: Any) -> Any:
     if isinstance(value, list):
         return [_stated(one) for one in value]
     return value
-
-
-def too_large(files: Iterable[Path]) -> bool:
-    """Whether so many tables are kept on disk, decoded, and not in memory."""
-    size = 0
-    for file in files:
-        with reading(file):
-            size += file.stat().st_size
-    return size > _HELD
 
 
 class ArrowTable(Table):
