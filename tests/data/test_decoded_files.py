@@ -150,6 +150,22 @@ def test_how_far_a_file_is_decompressed_is_told_where_it_takes_long(tmp_path, ke
     ]
 
 
+def test_how_many_files_are_open_is_told_also_of_those_that_are_looked_into_to_know_their_kind(
+    tmp_path, kept, monkeypatch, capsys
+):
+    monkeypatch.setattr(decoded_files, "_SECONDS_BETWEEN_LINES", 0.0)
+    (tmp_path / "data").mkdir()
+    a, b = (compress(tmp_path / "data" / f"{name}.json.gz", lines(TEXTS[:2])) for name in "ab")
+    records(tmp_path / "data")
+    _, *told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"{a}: 0 MB are decompressed",
+        f"{tmp_path}/data: 1 of 2 files are open",
+        f"{b}: 0 MB are decompressed",
+        f"{tmp_path}/data: 2 of 2 files are open",
+    ]
+
+
 def test_a_file_whose_name_is_as_long_as_names_may_be_is_decoded(tmp_path, kept):
     path = compress(tmp_path / ("語" * 80 + ".jsonl.gz"), lines(TEXTS))
     assert len(records(path)) == 300
