@@ -229,6 +229,18 @@ def test_an_empty_shard_is_none_and_all_empty_are_told(tmp_path):
     assert "f.jsonl.gz: cannot be decompressed, it is cut off or damaged" in told(config_of(tmp_path))
 
 
+def test_an_empty_csv_file_among_others_is_none_and_all_empty_are_told(tmp_path):
+    (tmp_path / "a.csv").touch()
+    (tmp_path / "b.csv").write_text("text\n")
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(b""))
+    assert told(config_of(tmp_path, "csv")) == f"{tmp_path}: has no rows"
+    (tmp_path / "d.csv").write_text("text\nthe cat\n")
+    documents = Documents(config_of(tmp_path, "csv"), tokenizer(), 0, "train")
+    assert documents.records == [1] and documents[0].examples
+    (tmp_path / "c.csv.gz").write_bytes(b"")  # not what compressing nothing gives
+    assert "c.csv.gz: cannot be read as CSV (it holds nothing at all)" in told(config_of(tmp_path, "csv"))
+
+
 @pytest.mark.parametrize("empty", [np.zeros(0, int), np.zeros((0, 3), int), np.zeros((3, 0), int)])
 def test_an_empty_array_of_tokens_among_others_is_none(tmp_path, empty):
     np.save(tmp_path / "a.npy", empty)
@@ -334,6 +346,7 @@ FILES = {
         "a.csv", "csv", lambda path: path.write_text("text,b\nthe\n"), "cannot be read as CSV (CSV parse error: Expected 2",
     ),
     "CSV of other columns": ("a.csv", "csv", lambda path: path.write_text("q;a\n1;2\n"), "is there (there are: q;a); name what"),
+    "CSV of names that are not UTF-8": ("a.csv", "csv", lambda path: path.write_bytes(b"\xff\na\n"), "be read as CSV ('utf-8'"),
     "CSV that is not UTF-8": ("a.csv", "csv", lambda path: path.write_bytes(b"text\n\xff\n"), "cannot be read as CSV"),
     "CSV as JSONL": ("a.csv", "chat", lambda path: path.write_text("q,a\n"), "; a table in CSV is data.source=csv"),
     "no array": ("a.npy", "tokens", lambda path: path.write_text("hello"), "no array of tokens in .npy format"),

@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.data.tiny import BLOCK_SIZE, WORDS, chat, config_of, digest, sentence, stream, tokenizer, write_lines
-from wedlm_jax.data import files
+from wedlm_jax.data import decoded_files, files
 from wedlm_jax.data.config import DataConfig, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.pipeline import batches
@@ -266,21 +266,35 @@ def test_a_file_that_another_thread_lets_go_of_is_read_to_the_end(tmp_path, monk
     assert source.fetch(1) == before
 
 
-@pytest.mark.parametrize("source", ["chat", "tokens"])
+@pytest.mark.parametrize("source", ["chat", "tokens", "parquet"])
 def test_a_folder_of_more_shards_than_files_may_be_open_is_read(tmp_path, monkeypatch, source):
     """As systems are set up a process may have 1,024 open; also those of which it reads again in another epoch."""
     monkeypatch.setattr(files, "_MOST_OPEN", 4)
     monkeypatch.setattr(files, "_open", collections.deque())
+    monkeypatch.setattr(decoded_files, "_HELD", 0)
+    monkeypatch.setenv("WEDLM_JAX_CACHE", str(tmp_path / "cache"))
     for number in range(12):
         if source == "chat":
             write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
+        elif source == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([chat(number)]), tmp_path / f"{number}.parquet")
         else:
             np.save(tmp_path / f"{number}.npy", np.array([[number]]))
     documents = Documents(config_of(tmp_path, source), tokenizer(), 0, "train")
     read = [documents[index].examples[0].tokens.tolist() for index in range(2 * documents.epoch)]
     assert sorted(read[:12]) == sorted(read[12:]) and len({str(one) for one in read}) == 12
-    held = "_file" if source == "chat" else "_array"
+    held = {"chat": "_file", "tokens": "_array", "parquet": "_rows"}[source]
     assert sum(getattr(one, held) is not None for one in documents._sources[0]._sources) == 4
+
+
+def test_how_many_of_many_files_are_open_is_told_where_it_takes_long(tmp_path, monkeypatch, capsys):
+    for number in range(3):
+        write_lines(tmp_path / f"{number}.jsonl", [chat(number)])
+    open_path(config_of(tmp_path), 64)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(decoded_files, "_SECONDS_BETWEEN_LINES", 0.0)
+    open_path(config_of(tmp_path), 64)
+    assert capsys.readouterr().err.splitlines() == [f"{tmp_path}: {n} of 3 files are open" for n in (1, 2, 3)]
 
 
 def test_text_of_files_and_of_jsonl(tmp_path):

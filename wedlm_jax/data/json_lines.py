@@ -19,21 +19,23 @@ import pyarrow
 
 from wedlm_jax.data.columns import read_record
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.decoded_files import lines_between_times, open_decoded
 from wedlm_jax.data.files import note_open
 from wedlm_jax.data.json_array import begins_array, elements
 from wedlm_jax.data.records import BadRecord, Raw, Record
 from wedlm_jax.errors import UserError, reading, reason, shown
 
-_COMPRESSIONS = ("", ".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
+_COMPRESSIONS = ("", *COMPRESSED)
 ENDINGS = tuple(kind + compression for kind in (".jsonl", ".ndjson") for compression in _COMPRESSIONS)
 _JSON = tuple(f".json{compression}" for compression in _COMPRESSIONS)
 _CHUNK = 1 << 24  # bytes of a file that are looked through at once
 
 
-def json_lines_beside_text(path: Path, config: SourceConfig) -> JsonLines | None:
+def json_lines_beside_text(path: Path, config: SourceConfig, on_disk: bool) -> JsonLines | None:
     """A file of a folder of texts, where it holds records: by its name, or, as many corpora have it, a .json whose first line, or
     first element, is an object with a text. Other JSON, such as a package.json, is text as code is."""
-    lines, name = JsonLines(path, config), path.name.lower()
+    lines, name = JsonLines(path, config, on_disk), path.name.lower()
     return lines if name.endswith(ENDINGS) or (name.endswith(_JSON) and lines.begins_with_text) else None
 
 
@@ -42,11 +44,11 @@ class JsonLines:
     as a shard among others may be, has none.
 
     Of a plain file only the offsets are held, 16 bytes a record; an array is read as a whole to find them. A compressed file has
-    no random access, so each process that reads it holds it decompressed.
+    no random access, so it is decompressed: `on_disk` once for all processes, else in the memory of each that reads it.
     """
 
-    def __init__(self, path: Path, config: SourceConfig):
-        self._path, self._config = path, config
+    def __init__(self, path: Path, config: SourceConfig, on_disk: bool):
+        self._path, self._config, self._on_disk = path, config, on_disk
         self._offsets: np.ndarray | None = None  # int64: where the pieces of the file begin, and its last one ends
         self._records: np.ndarray | None = None  # int64: the pieces that are records, and no empty lines or commas
         self._file: BinaryIO | None = None
@@ -75,9 +77,16 @@ class JsonLines:
     def _opened(self) -> BinaryIO:
         file = self._file
         if file is None:
-            file = self._file = self._path.open("rb")
+            file = self._file = self._open()
             note_open(self)
         return file
+
+    def _open(self) -> BinaryIO:
+        if not self._is_compressed:
+            return self._path.open("rb")
+        return open_decoded(
+            str(self._path), (), ".json", write=self._decompress_to, open_file=lambda file: file.open("rb")
+        )
 
     def let_go(self) -> None:
         self._file = None  # closed once nobody reads it
@@ -154,27 +163,39 @@ class JsonLines:
         if (data := self._data()) is not None:
             yield data
             return
-        with self._path.open("rb") as file:
+        with self._open() as file:
             while chunk := file.read(_CHUNK):
                 yield chunk
 
     def _data(self) -> bytes | None:
-        """All of a compressed file; None for a plain one."""
-        compression = self._path.suffix.lower()
-        if self._decompressed is None and compression in (".gz", ".zst"):
-            try:
-                if not self._path.stat().st_size:
-                    raise EOFError("it holds nothing at all")
-                if compression == ".gz":
-                    self._decompressed = gzip.decompress(self._path.read_bytes())
-                else:
-                    with pyarrow.CompressedInputStream(pyarrow.OSFile(str(self._path)), "zstd") as file:
-                        self._decompressed = file.read()
-            except (OSError, EOFError, zlib.error) as error:
-                raise UserError(
-                    f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
-                ) from None
+        """All of a compressed file that is held in memory; None of what is read from disk."""
+        if self._decompressed is None and self._is_compressed and not self._on_disk:
+            self._decompressed = b"".join(self._decompress())
         return self._decompressed
+
+    @property
+    def _is_compressed(self) -> bool:
+        return self._path.suffix.lower() in COMPRESSED
+
+    def _decompress_to(self, output: BinaryIO) -> None:
+        size, tell = 0, lines_between_times()
+        for chunk in self._decompress():
+            size += output.write(chunk)
+            tell(f"{self._path}: {size / 1e6:,.0f} MB are decompressed")
+
+    def _decompress(self) -> Iterator[bytes]:
+        """Of a compressed file, chunk by chunk."""
+        try:
+            if not self._path.stat().st_size:
+                raise EOFError("it holds nothing at all")
+            gz = self._path.suffix.lower() == ".gz"
+            with gzip.open(self._path) if gz else pyarrow.input_stream(str(self._path), "zstd") as file:
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(
+                f"{self._path}: cannot be decompressed, it is cut off or damaged ({reason(error)}); write it again"
+            ) from None
 
 
 def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_jax.data.config import DataConfig, SourceConfig
+from wedlm_jax.data.decoded_files import lines_between_times, too_large
 from wedlm_jax.data.examples import pieces_of_text
 from wedlm_jax.data.files import find_files
-from wedlm_jax.data.json_lines import ENDINGS, JsonLines, json_lines_beside_text
+from wedlm_jax.data.json_lines import COMPRESSED, ENDINGS, JsonLines, json_lines_beside_text
 from wedlm_jax.data.quickstart_tasks import Problem, QuickstartProblems
 from wedlm_jax.data.records import BadRecord, Completion, Raw, Record, Source, Text, Tokens
 from wedlm_jax.data.split import Split
@@ -69,7 +70,7 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
     path = str(part.path)
     sources: Sequence[Source]
     if part.source in _ENDINGS:
-        sources = [_open_file(file, part, row_length) for file in _files(part)]
+        sources = _open_files(_files(part), part, row_length)
     else:
         sources = [(TfdsTable if part.source == "tfds" else HfTable)(path, part)]
     lines = any(isinstance(source, JsonLines) for source in sources)
@@ -85,7 +86,7 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
             "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
-    if not any(map(len, sources)):
+    if not sum(len(source) for source in sources):
         raise UserError(f"{path}: {_EMPTY.get(part.source, 'has no rows')}")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
@@ -94,16 +95,28 @@ def _files(part: SourceConfig) -> list[Path]:
     return find_files(str(part.path), _ENDINGS[part.source])
 
 
-def _open_file(file: Path, part: SourceConfig, row_length: int) -> Source:
+def _open_files(files: list[Path], part: SourceConfig, row_length: int) -> list[Source]:
+    """Most are looked through, and how far that is is told where it takes long."""
+    tables = part.source in ("parquet", "csv")
+    on_disk = too_large(file for file in files if tables or file.suffix.lower() in COMPRESSED)
+    sources, tell = [], lines_between_times()
+    for file in files:
+        sources.append(_open_file(file, part, row_length, on_disk))
+        len(sources[-1])  # looks through it
+        tell(f"{part.path}: {len(sources):,} of {len(files):,} files are open")
+    return sources
+
+
+def _open_file(file: Path, part: SourceConfig, row_length: int, on_disk: bool) -> Source:
     if part.source in ("chat", "completions"):
-        return JsonLines(file, part)
+        return JsonLines(file, part, on_disk)
     if part.source == "tokens":
         return TokenArray(file, part, row_length)
     if part.source == "parquet":
-        return ParquetTable(str(file), part)
+        return ParquetTable(str(file), part, on_disk)
     if part.source == "csv":
-        return CsvTable(str(file), part)
-    lines = json_lines_beside_text(file, part)
+        return CsvTable(str(file), part, on_disk)
+    lines = json_lines_beside_text(file, part, on_disk)
     return TextFile(file) if lines is None else lines
 
 

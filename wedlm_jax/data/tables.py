@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import csv
+import io
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+
 from wedlm_jax.data.columns import read_record, table_columns
 from wedlm_jax.data.config import SourceConfig
+from wedlm_jax.data.files import note_open
+from wedlm_jax.data.mapped_tables import Rows, rows_in_memory, rows_on_disk
 from wedlm_jax.data.records import Raw, Record
 from wedlm_jax.errors import UserError, reason
 
 CSV_ENDINGS = tuple(kind + compression for kind in (".csv", ".tsv") for compression in ("", ".gz", ".zst"))
 _CSV_BLOCK = 1 << 24  # bytes that are parsed at once; no row is longer
+_PARQUET_BATCH = 256  # rows that are decoded at once, and a row may be a whole book
+_PARQUET_BUFFER = 1 << 16  # bytes that are read at once; else a group of rows is, and a file may be one group
 
 
 class Table(abc.ABC):
@@ -46,9 +56,10 @@ class Table(abc.ABC):
         """Rows with a length and random access; sets `_columns`."""
 
     def _opened(self) -> Any:
-        if self._rows is None:
-            self._rows = self.open()
-        return self._rows
+        rows = self._rows  # held until a row is read: another thread may let go of them, and open others
+        if rows is None:
+            rows = self._rows = self.open()
+        return rows
 
     def _choose(self, names: list[str]) -> None:
         self._columns = table_columns(self._config, names, self._path)
@@ -64,54 +75,96 @@ def _stated(value: Any) -> Any:
     return value
 
 
-class ParquetTable(Table):
-    """One parquet file; a part that Spark wrote may have no rows. The columns that are read are held in memory."""
+class ArrowTable(Table):
+    """A file that pyarrow decodes batch by batch: the columns that are read are held in memory, or mapped from disk."""
 
-    def open(self) -> Any:
-        import pyarrow
+    def __init__(self, path: str, config: SourceConfig, on_disk: bool):
+        super().__init__(path, config)
+        self._on_disk = on_disk
+
+    def open(self) -> Rows:
+        if not self._columns:
+            if not (names := self._names()):
+                return rows_in_memory(iter(()))
+            self._choose(names)
+        if not self._on_disk:
+            return rows_in_memory(self._batches())
+        note_open(self)
+        return rows_on_disk(self._path, self._columns, self._batches)
+
+    def let_go(self) -> None:
+        self._rows = None  # with its map, once no row is read from it
+
+    @abc.abstractmethod
+    def _names(self) -> list[str]:
+        """Of the columns that there are; none of an empty file."""
+
+    @abc.abstractmethod
+    def _batches(self) -> Iterator[Any]:
+        """All rows, of the columns that are read."""
+
+
+class ParquetTable(ArrowTable):
+    """One parquet file; a part that Spark wrote may have no rows."""
+
+    def _names(self) -> list[str]:
+        with self._file() as file:
+            return file.schema_arrow.names
+
+    def _batches(self) -> Iterator[Any]:
+        with self._file() as file:
+            for group in range(file.num_row_groups):
+                yield from file.iter_batches(_PARQUET_BATCH, row_groups=[group], columns=self._columns)
+
+    @contextlib.contextmanager
+    def _file(self) -> Iterator[Any]:
         import pyarrow.parquet
 
-        try:
-            with pyarrow.parquet.ParquetFile(self._path) as file:
-                self._choose(file.schema_arrow.names)
-                return _ArrowRows(file.read(columns=self._columns))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{self._path}: cannot be read as parquet ({reason(error)}); write it again") from None
+        with (
+            _decoding(self._path, "parquet", "write it again"),
+            pyarrow.parquet.ParquetFile(self._path, buffer_size=_PARQUET_BUFFER) as file,
+        ):
+            yield file
 
 
-class CsvTable(Table):
-    """One .csv file, or .tsv with tabs between the columns, which its first row names. Every value is text, one of digits or of
-    nothing too, and may hold line ends. The columns that are read are held in memory."""
+class CsvTable(ArrowTable):
+    """One .csv file, or .tsv with tabs between the columns, which its first row names; an empty one has no rows. Every value is
+    text, one of digits or of nothing too, and may hold line ends."""
 
-    def open(self) -> Any:
-        import pyarrow
+    def _names(self) -> list[str]:
+        with self._decoding(), pyarrow.input_stream(self._path) as file:
+            if Path(self._path).suffix.lower() in (".gz", ".zst") and not os.path.getsize(self._path):
+                raise OSError("it holds nothing at all")  # not what compressing nothing gives
+            text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+            return next(filter(None, csv.reader(text, delimiter=self._delimiter)), [])
+
+    def _batches(self) -> Iterator[Any]:
         import pyarrow.csv
 
-        delimiter = "\t" if ".tsv" in Path(self._path).name.lower() else ","
         options = {
             "read_options": pyarrow.csv.ReadOptions(block_size=_CSV_BLOCK),
-            "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        }
-        try:
-            with pyarrow.csv.open_csv(self._path, **options) as file:
-                self._choose(file.schema.names)
-            convert = pyarrow.csv.ConvertOptions(
+            "parse_options": pyarrow.csv.ParseOptions(delimiter=self._delimiter, newlines_in_values=True),
+            "convert_options": pyarrow.csv.ConvertOptions(
                 include_columns=self._columns, column_types=dict.fromkeys(self._columns, pyarrow.string())
-            )
-            return _ArrowRows(pyarrow.csv.read_csv(self._path, convert_options=convert, **options))
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{self._path}: cannot be read as CSV ({reason(error)}); mend it") from None
+            ),
+        }
+        with self._decoding(), pyarrow.csv.open_csv(self._path, **options) as file:
+            yield from file
+
+    @property
+    def _delimiter(self) -> str:
+        return "\t" if ".tsv" in Path(self._path).name.lower() else ","
+
+    def _decoding(self) -> contextlib.AbstractContextManager[None]:
+        return _decoding(self._path, "CSV", "mend it")
 
 
-class _ArrowRows:
-    def __init__(self, table: Any):
-        self._table = table
-
-    def __len__(self) -> int:
-        return self._table.num_rows
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._table.slice(index, 1).to_pylist()[0]
+@contextlib.contextmanager
+def _decoding(path: str, kind: str, mend: str) -> Iterator[None]:
+    try:
+        yield
+    except (pyarrow.ArrowException, csv.Error, UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as {kind} ({reason(error)}); {mend}") from None
 
 
 class TfdsTable(Table):
