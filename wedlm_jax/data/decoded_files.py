@@ -64,9 +64,8 @@ def open_decoded(
         real, stat = os.path.realpath(path), os.stat(path)
     which = json.dumps([_FORMAT, real, stat.st_size, stat.st_mtime_ns, *what])
     digest = hashlib.blake2b(which.encode(), digest_size=8).hexdigest()
-    file = (
-        _folder() / f"{Path(path).name[:50]}-{digest}{ending}"
-    )  # 50 characters may be 200 bytes, of 255 that a name has
+    named = Path(path).name[:50]  # which may be 200 bytes, of 255 that a name has
+    file = _folder() / f"{named}-{digest}{ending}"
     with contextlib.suppress(*_NOT_THERE):
         return open_file(file)
     with writing(file, f"or set {CACHE} to another folder"):
