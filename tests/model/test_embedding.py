@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import re
 
 import jax
@@ -11,8 +12,10 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from wedlm_jax import absent_devices
 from wedlm_jax.model.embedding import Embedding
 from wedlm_jax.model.layers import Linear
+from wedlm_jax.program_costs import collectives
 from wedlm_jax.sharding import MeshConfig, batch_sharding, make_mesh, on_mesh, replicated
 
 from .tiny import TINY
@@ -56,15 +59,16 @@ def test_a_token_that_is_called_masked_and_is_none_teaches_its_own_row():
 
 
 @functools.cache
-def on_several_devices(sizes, B):
+def on_several_devices(sizes, B, V=TINY.vocab_size):
     """The compiled program of a gradient over a mesh, that gradient, and the one of one device. Every entry has a weight of its
     own, that bfloat16 holds exactly, so that none can take the place of another."""
-    mesh, (V, D) = make_mesh(MeshConfig(*sizes)), (TINY.vocab_size, TINY.hidden_size)
+    mesh, D = make_mesh(MeshConfig(*sizes)), TINY.hidden_size
+    config = dataclasses.replace(IN_BFLOAT16, vocab_size=V)
     tokens = jax.random.randint(jax.random.key(0), (B, 6), 0, V)
     masked = tokens % 3 == 0
     ids = jnp.where(masked, MASK, tokens)
     weights = np.random.default_rng(0).integers(-9, 9, (B, 6, D)).astype(np.float32)
-    graph, state = nnx.split(Embedding(IN_BFLOAT16, V, "vocab", rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(Embedding(config, V, "vocab", rngs=nnx.Rngs(0)))
 
     def loss(state, ids, masked):
         with on_mesh(mesh):
@@ -78,17 +82,19 @@ def on_several_devices(sizes, B):
         .compile()
     )
     found = compiled(*jax.device_put((state, ids, masked), (table, rows, rows)))["embedding"][...]
-    return compiled.as_text(), found, gradient(IN_BFLOAT16, ids, masked, weights)
+    return compiled.as_text(), found, gradient(config, ids, masked, weights)
 
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices (tests/conftest.py asks for them)")
 
 
 @needs_eight
-@pytest.mark.parametrize(("sizes", "B"), [((1, 8, 1), 8), ((2, 2, 2), 8), ((2, 2, 2), 3)], ids=str)
-def test_on_a_mesh_the_gradient_is_that_of_one_device(sizes, B):
-    """Also of a batch that the mesh does not divide, which every device has whole."""
-    _, found, expected = on_several_devices(sizes, B)
+@pytest.mark.parametrize(
+    ("sizes", "B", "V"), [((1, 8, 1), 8, 40), ((1, 8, 1), 8, 43), ((2, 2, 2), 8, 40), ((2, 2, 2), 3, 40)], ids=str
+)
+def test_on_a_mesh_the_gradient_is_that_of_one_device(sizes, B, V):
+    """Also of a batch that the mesh does not divide, which every device has whole, and of a table whose rows it does not."""
+    _, found, expected = on_several_devices(sizes, B, V)
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
@@ -98,6 +104,28 @@ def test_where_devices_have_rows_of_their_own_the_sum_of_a_gradient_is_whole_now
     """Neither of all devices nor of one: in float32 that is twice the table of bfloat16."""
     text, _, _ = on_several_devices(sizes, 8)
     assert f"f32[{TINY.vocab_size // sizes[2]},{TINY.hidden_size}]" not in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install -r requirements-tpu.txt"
+)
+def test_chips_add_up_a_gradient_without_sending_the_whole_of_it_to_each():
+    V, D, L = 9496, 1024, 64
+    mesh = make_mesh(MeshConfig(1, 8, 1), absent_devices.devices("v5e:2x4"))
+    config = dataclasses.replace(IN_BFLOAT16, vocab_size=V, hidden_size=D)
+    graph, state = nnx.split(nnx.eval_shape(lambda: Embedding(config, V, "vocab", rngs=nnx.Rngs(0))))
+    table, rows = NamedSharding(mesh, PartitionSpec("tensor", "fsdp")), batch_sharding(mesh)
+    ids = jax.ShapeDtypeStruct((8, L), jnp.int32, sharding=rows)
+    weights = jax.ShapeDtypeStruct((8, L, D), jnp.float32, sharding=rows)
+
+    def loss(state, ids, weights):
+        with on_mesh(mesh):
+            return jnp.sum(nnx.merge(graph, state)(ids).astype(jnp.float32) * weights)
+
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=table), state), ids, weights
+    sent = collectives(jax.jit(jax.grad(loss), out_shardings=table).lower(*given).compile().as_text())
+    # Of float32 each of eight sends 7/8, and of its eighth 7/8 again, as columns; a sum that all have whole is twice 7/8.
+    assert 0 < sum(one.times * one.traffic for one in sent) < 1.2 * V * D * 4
 
 
 def test_an_id_past_the_table_reads_and_teaches_its_last_row():

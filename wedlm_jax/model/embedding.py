@@ -63,9 +63,12 @@ def _rows_backward(dtype, axis, kept, d_BLD):
         others = tuple(name for name in over if name not in width)
 
         def sum_columns(d_BLC: jax.Array) -> jax.Array:
-            d_table = _sum_by_id(d_BLC, ids, masked, rows)
+            d_table = _sum_by_id(d_BLC, ids, masked, -(-rows // parts) * parts)
             if width:
-                d_table = jax.lax.psum_scatter(d_table, width, scatter_dimension=1, tiled=True)
+                # Rows of the sum to each device, and then of these to each its columns: a sum that is cut along columns libtpu
+                # makes whole everywhere, which sends twice as much.
+                d_table = jax.lax.psum_scatter(d_table, width, tiled=True)
+                d_table = jax.lax.all_to_all(d_table, width, 1, 0, tiled=True)[:rows]
             return jax.lax.psum(d_table, others) if others else d_table
 
         if not width:
