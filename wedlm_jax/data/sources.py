@@ -86,7 +86,7 @@ def open_path(part: SourceConfig, row_length: int) -> Source:
             "and JSON is read as texts where it is objects with a text, one a line or all in one array",
             stacklevel=1,  # one place, so that it is told once, however often the file is opened
         )
-    if not sum(len(source) for source in sources):
+    if not any(map(len, sources)):
         raise UserError(f"{path}: {_EMPTY.get(part.source, 'has no rows')}")
     return sources[0] if len(sources) == 1 else Joined(sources)
 
