@@ -47,10 +47,19 @@ pip_install() {
     fi
 }
 
+# jax's plugin for a GPU or a TPU, installed by hand: beside another jax it is not used, and all would run on the CPU.
+holds_an_accelerators_jax() {
+    [ ! -e .venv/installed-requirements-tpu.txt ] && .venv/bin/python -c 'import sys; from importlib.util import find_spec
+sys.exit(not any(map(find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin", "libtpu"))))'
+}
+
 # install FILE: once for each content of FILE; the stamp lies in .venv and goes with it.
 install() {
     local stamp=.venv/installed-$1
     if cmp -s "$1" "$stamp"; then return; fi
+    if holds_an_accelerators_jax; then
+        fail "$PWD/.venv holds jax for a GPU or a TPU, and the versions of $1 may part it from its plugin; run this in another clone"
+    fi
     echo "installing the packages of $1"
     pip_install --quiet --disable-pip-version-check --requirement "$1" || fail "the packages of $1 could not be installed; see above"
     cp "$1" "$stamp"

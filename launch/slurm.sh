@@ -15,7 +15,8 @@
 #
 # The lines above are the defaults; what sbatch is given on its command line wins: the example runs on --nodes=1, 2 or 4. The number
 # of processes must divide data.num_groups, and train.micro_batches times it the rows of a step. jax reads Slurm's variables, and
-# each task takes the GPU of its local number. Slurm requeues a preempted job; a job that ended because a process died is requeued here.
+# each task takes the GPU of its local number. Slurm requeues a preempted job; a job that ended because a process
+# died, or at its time limit, is requeued here, WEDLM_RESTARTS times (10).
 set -euo pipefail
 
 run=() # expanded below as bash 3.2, that of macOS, needs it: there an empty array is unbound
@@ -36,6 +37,9 @@ fi
 
 # Since Slurm 22.05 srun does not take the CPUs of a task over from sbatch by itself.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-8}"
+
+# jax takes three quarters of a GPU's memory by itself.
+export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 
 # A process that ends ends the others, and where it was bad input all have its status. With --kill-on-bad-exit=1 srun would end
 # them before, and its own status be that of the signal.

@@ -56,6 +56,20 @@ def test_slurm_is_read_as_jax_reads_it(monkeypatch):
     assert place[1:] == (16, 9, [1])  # one GPU for each process
 
 
+def test_slurm_jobs_of_neighbouring_numbers_share_no_port(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    taken = []
+    for job in ("77", "78", "4173"):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        place = find_place(ALONE | SLURM)
+        assert place is not None
+        port = int(place.coordinator.rpartition(":")[2])
+        taken += [port, port - 1]  # jax's and the lifeline's
+    assert len(set(taken[:4])) == 4 and taken[4:] == taken[:2]  # of 2,048 pairs
+    assert all(61440 <= port < 2**16 for port in taken)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

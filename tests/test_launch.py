@@ -3,8 +3,10 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -91,6 +93,24 @@ def test_a_script_finds_its_repository_whatever_the_callers_cdpath_holds(tmp_pat
     assert tpu_vm.stdout.startswith(f"git -C {LAUNCH.parent} archive")
 
 
+def test_an_environment_with_jax_for_an_accelerator_is_left_as_it_is(tmp_path):
+    """The pinned jax beside another's CUDA plugin would run everything on the CPU."""
+    (tmp_path / "launch").mkdir()
+    shutil.copy(LAUNCH / "setup.sh", tmp_path / "launch")
+    (tmp_path / "requirements.txt").write_text("jax\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    version = "{}.{}".format(*sys.version_info)
+    program(
+        tmp_path / ".venv" / "bin" / "python", f'echo {version}; echo "$*" >> {tmp_path}/asked'
+    )  # has what it is asked for
+    setup = ["bash", "-c", f"source {tmp_path}/launch/setup.sh"]
+    done = subprocess.run(
+        setup, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and f"{tmp_path}/.venv holds jax for a GPU or a TPU" in done.stderr
+    assert "pip" not in (tmp_path / "asked").read_text()
+
+
 def test_the_readme_names_every_script():
     text = (LAUNCH / "README.md").read_text(encoding="utf-8")
     for script in LAUNCH.glob("*.sh"):
@@ -170,6 +190,14 @@ def test_a_slurm_task_has_the_cpus_that_sbatch_was_asked_for(tmp_path):
     path = f"{tmp_path}:/usr/bin:/bin"
     assert run("slurm.sh", *TRAIN, PATH=path, SLURM_CPUS_PER_TASK="12").stdout == "12\n"
     assert run("slurm.sh", *TRAIN, PATH=path).stdout == "8\n"  # that of the script's own header
+
+
+def test_a_slurm_task_may_take_as_much_of_its_gpu_as_gpu_sh(tmp_path):
+    program(tmp_path / "python3", "")
+    program(tmp_path / "srun", 'echo "$XLA_PYTHON_CLIENT_MEM_FRACTION"')
+    path = f"{tmp_path}:/usr/bin:/bin"
+    assert run("slurm.sh", *TRAIN, PATH=path).stdout == "0.92\n"
+    assert run("slurm.sh", *TRAIN, PATH=path, XLA_PYTHON_CLIENT_MEM_FRACTION="0.5").stdout == "0.5\n"
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(2, False), (75, True)])

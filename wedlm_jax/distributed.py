@@ -124,6 +124,10 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     address, processes, own, devices = found
     if address is None or processes is None or own is None:
         raise UserError(f"jax does not find the place of this process in the cluster; {_BY_HAND}")
+    if slurm and "JAX_COORDINATOR_PORT" not in environment:
+        # jax's port is one more for the next job, as in an array, which may share the machine; the lifeline's is the one below.
+        host, _, port = address.rpartition(":")
+        address = f"{host}:{61441 + 2 * (int(port) % 2048)}"
     return Place(address, processes, own, devices) if processes > 1 else None
 
 

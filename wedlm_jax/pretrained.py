@@ -32,7 +32,7 @@ from wedlm_jax.model.merging import plain
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_file import TOKENIZER_FOLDER, Base, ModelFile
 from wedlm_jax.model_path import is_workdir, local_target, locate, locate_adapter, split_step
-from wedlm_jax.ops.attention import asked_elsewhere
+from wedlm_jax.ops.attention import asked_when_loaded
 from wedlm_jax.sharding import MeshConfig, mesh_of_first
 
 if TYPE_CHECKING:  # at run time, reading an HF directory imports no orbax
@@ -209,7 +209,7 @@ def _load_workdir(workdir: Path, step: Step, dtype: DType, mask_token_id: int | 
     declared = ModelFile.read(workdir)
     # The parameters of an adapter stay as they were trained.
     config, params = load_params(workdir, step, mesh, dtype if declared.base is None else None)
-    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_elsewhere(config.attention))
+    config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype, attention=asked_when_loaded(config.attention))
     files = workdir / TOKENIZER_FOLDER
     tokenizer = tokenizer_in(files)
     mask_token_id = (

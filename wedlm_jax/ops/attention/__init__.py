@@ -9,7 +9,7 @@ every kernel but jax's own splash tried (`trial`) on the device first. Knows not
 
 from wedlm_jax.ops.attention.blocks import DENSE_BLOCK, OwnBlocks
 from wedlm_jax.ops.attention.cache import FEW_QUERIES, attend_cache, held_head_dim
-from wedlm_jax.ops.attention.choice import Implementation, asked_elsewhere, choose, target_platform
+from wedlm_jax.ops.attention.choice import Implementation, asked_when_loaded, choose, target_platform
 from wedlm_jax.ops.attention.dense import attend, merge
 from wedlm_jax.ops.attention.ranges import RESIDUALS, attend_ranges
 from wedlm_jax.ops.attention.window_tpu import widen_heads
@@ -20,7 +20,7 @@ __all__ = [
     "RESIDUALS",
     "Implementation",
     "OwnBlocks",
-    "asked_elsewhere",
+    "asked_when_loaded",
     "attend",
     "attend_cache",
     "attend_ranges",

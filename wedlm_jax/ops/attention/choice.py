@@ -61,10 +61,10 @@ def choose(
     return runs
 
 
-def asked_elsewhere(asked: Implementation) -> Implementation:
-    """What a model that was trained on another machine asks for on this one: "auto" in place of what cannot run here."""
-    here = target_platform()
-    return asked if here in PLATFORMS.get(asked, (here,)) else "auto"
+def asked_when_loaded(asked: Implementation) -> Implementation:
+    """What a trained model asks for once it is loaded: kernels asked for by name are those of its training, of rows of one length
+    and on one kind of device; texts of any length, anywhere, go by "auto"."""
+    return asked if asked == "xla" else "auto"
 
 
 def target_platform() -> str:
