@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import gc
 import os
 import shutil
@@ -317,6 +318,23 @@ def test_a_disk_that_is_full_is_told_and_the_earlier_checkpoint_is_kept(tmp_path
     assert saved_steps(tmp_path) == [1]
     _, data_state = restore(tmp_path)
     assert data_state == {"next_example": [1]}
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_new_one_counts(tmp_path, monkeypatch, capfd):
+    """As on NFS, where another process still reads it."""
+    state = fresh_state()
+
+    def busy(deleter, steps):
+        if steps:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        monkeypatch.setattr(type(checkpoints._manager._checkpoint_deleter), "delete_steps", busy)
+        for step in (1, 2, 3):
+            checkpoints.save(state, step, {"next_example": [step]}, {"skipped_in_row": 0})
+    assert 3 in saved_steps(tmp_path)
+    assert capfd.readouterr().err.count("an old checkpoint stays, Device or resource busy") == 2
+    assert restore(tmp_path)[1] == {"next_example": [3]}
 
 
 def test_a_process_that_can_make_no_folder_for_a_checkpoint_ends_at_once(tmp_path):

@@ -129,6 +129,19 @@ def test_a_killed_run_resumes_to_the_same_end_bit_for_bit(finished, tmp_path):
             np.testing.assert_array_equal(resumed[name], value, err_msg=name)
 
 
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_once(tmp_path, monkeypatch):
+    """Not at the next one, hours later, which would not be saved either."""
+
+    def fails(checkpoints, state, step, *arguments):  # as a save in the background does, between two steps
+        assert step == 3
+        checkpoints._saving, checkpoints._manager.failure = step, OSError("disk full")
+
+    monkeypatch.setattr(Checkpoints, "save", fails)
+    experiment = with_overrides("train.steps=9", "train.checkpoint_every=3", "train.log_every=1")
+    assert "checkpoints/3: the checkpoint could not be written" in message_of(train, experiment, tmp_path)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
 def test_a_signal_ends_no_run_whose_last_checkpoint_is_being_written(tmp_path, monkeypatch):
     save, wait, noted_behind = Checkpoints.save, Checkpoints.wait, {}
 

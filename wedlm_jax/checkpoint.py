@@ -110,12 +110,20 @@ class Checkpoints:
         """
         while self._manager.failure is None and self._manager.is_saving_in_progress():
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-        if self._manager.failure is not None:
-            raise self._not_written(self._manager.failure) from self._manager.failure
+        self.require_written()
         try:
             self._manager.wait_until_finished()
         except Exception as error:  # of the file system, through orbax and tensorstore
             raise self._not_written(error) from error
+
+    def require_written(self) -> None:
+        """Waits for nothing.
+
+        Raises:
+          UserError: it is known by now that what was being saved could not be written.
+        """
+        if self._manager.failure is not None:
+            raise self._not_written(self._manager.failure) from self._manager.failure
 
     def restore(
         self, abstract: TrainState, frozen: Mapping[str, jax.Array] | None = None
@@ -202,6 +210,13 @@ class _Manager(ocp.CheckpointManager):
         except Exception as error:  # of the file system, through orbax and tensorstore
             self.failure = error
             raise
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        super()._finalize(step, [])
+        try:
+            self._checkpoint_deleter.delete_steps(steps_to_remove)
+        except OSError as error:  # as on NFS, while another process reads one: the new checkpoint is whole all the same
+            print(f"warning: {self.directory}: an old checkpoint stays, {reason(error)}", file=sys.stderr, flush=True)
 
 
 def refuse_unfit_path(workdir: Path) -> None:

@@ -121,12 +121,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
-def batch_parts(mesh: Mesh | None) -> int:
+def batch_parts(mesh: Mesh | AbstractMesh | None) -> int:
     """The parts that the mesh cuts a batch into."""
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in RULES["batch"])
 
 
-def rows_of_a_device(rows: int, mesh: Mesh | None) -> int:
+def rows_of_a_device(rows: int, mesh: Mesh | AbstractMesh | None) -> int:
     """How many of the `rows` of a batch one device computes: its part, or all where they cannot be cut evenly."""
     parts = batch_parts(mesh)
     return rows if rows % parts else rows // parts

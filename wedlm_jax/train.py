@@ -265,7 +265,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 logged = step % config.log_every == 0 or last or measure
                 counted = progress.numbers(last=last) if logged else {}
                 compiles = start < objective.ar_steps == step - 1  # the second program, while the clock runs already
-                if compiles:
+                if compiles or step in config.profile_steps:  # the step before ends outside what is timed or traced
                     jax.block_until_ready(state)
                 clock = report.throughput.paused() if compiles else contextlib.nullcontext()
                 with traced(step, config.profile_steps, workdir, report.throughput.paused) as through, clock:
@@ -273,6 +273,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 if waiting is not None:
                     stop_if_not_finite(report.step(*waiting), config, saved)
                 waiting = step, metrics, counted
+                checkpoints.require_written()  # or else all steps up to the next save would be for nothing
 
                 told_to_end = termination.asked(step)
                 save = step % config.checkpoint_every == 0 or last or told_to_end

@@ -9,6 +9,7 @@ import pytest
 from tests.data.tiny import config_of, sentencepiece, tokenizer, write_lines
 from wedlm_jax.data.chat import from_messages, prompt_of
 from wedlm_jax.data.documents import Documents, with_chat_template
+from wedlm_jax.data.messages import read_messages
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.tokenizer import decoder_behind, load_tokenizer
 from wedlm_jax.errors import UserError
@@ -43,6 +44,10 @@ QWEN3_STYLE = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
 {%- endif %}"""
+OPENS_THINKING = QWEN3_STYLE.replace(
+    "add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}",
+    "add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}",
+)
 
 LATER_MATTERS = """{{ messages | length }}
 {%- for m in messages %}{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"""
@@ -145,6 +150,10 @@ CASES = {
         QWEN3_STYLE, messages("the cat", "<think>a lake</think>sat", "one red", "bird"), "last",
         [(f"{USER}the cat{END}\n{ASSISTANT}sat{END}\n{USER}one red{END}\n{ASSISTANT}", 0),
          (f"<think>\n\n</think>\n\nbird{END}", 1)],
+    ),
+    "thinking that the prompt opens, as Qwen3-Thinking's": (
+        OPENS_THINKING, messages("the cat", "<think>a lake</think>bird"), "all",
+        [(f"{USER}the cat{END}\n{ASSISTANT}<think>\n", 0), (f"a lake\n</think>\n\nbird{END}", 1)],
     ),
 }  # fmt: skip
 
@@ -319,6 +328,12 @@ def test_calls_that_the_template_does_not_write_are_refused_where_they_are_not_l
             with pytest.raises(BadRecord, match="message 1: the chat template leaves out the calls of this turn"):
                 read(called, of_style(shown + lost))
             read(called, of_style(shown + kept))
+
+
+def test_a_turn_of_no_calls_has_none_for_its_template():
+    """Llama 3.1's takes every `tool_calls` that is there for one call."""
+    said = {"role": "assistant", "content": "cat"}
+    assert read_messages([said | {"tool_calls": []}], "messages") == [said]
 
 
 def test_a_message_that_the_template_writes_otherwise_is_kept():

@@ -2,6 +2,7 @@
 
 import gzip
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.data.tiny import config_of, sentence, stream, tokenizer, write_lines
 from wedlm_jax.data import tokenizer_training
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.files import find_files
-from wedlm_jax.data.sources import open_path
+from wedlm_jax.data.sources import TextFile, open_path
 from wedlm_jax.errors import UserError
 
 
@@ -31,6 +32,17 @@ def test_a_long_text_file_is_many_documents_cut_at_line_ends(long_file):
     assert sum(len(section) > 70_000 for section in sections) == 1
     records = [source.parse(index, raw) for index, raw in enumerate(sections)]
     assert [record.ends for record in records] == [False] * (len(records) - 1) + [True]
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what a process reads")
+def test_opening_a_long_text_file_reads_little_of_it(tmp_path):
+    (tmp_path / "long.txt").write_text("a line\n" * 300_000)
+
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    source, before = TextFile(tmp_path / "long.txt"), read()
+    assert len(source) == 33 and read() - before < 300_000
 
 
 def test_a_text_file_that_is_no_longer_than_a_section_is_one_document(tmp_path):

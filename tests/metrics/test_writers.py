@@ -173,6 +173,22 @@ def test_weights_and_biases_gets_the_numbers_under_one_run_of_the_workdir(tmp_pa
     assert calls[1:3] == [(1, {"loss": 0.5}), "finished with 0"]
 
 
+@pytest.mark.parametrize("broken", ["log", "finish"])
+def test_a_training_goes_on_where_weights_and_biases_has_gone(tmp_path, monkeypatch, capsys, broken):
+    def gone(*arguments, **named):
+        raise BrokenPipeError(32, "Broken pipe")
+
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda *_, **__: None)
+    setattr(run, broken, gone)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run))
+    with MetricsWriter(tmp_path, start_step=0, wandb="mine") as writer:
+        for step in (1, 2):
+            writer.write(step, {"loss": 0.5})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    told = capsys.readouterr().err
+    assert told == "warning: Weights & Biases is told no more (Broken pipe); metrics.jsonl has all\n"
+
+
 def report(workdir) -> Report:
     """As training opens it, with Weights & Biases."""
     return Report(

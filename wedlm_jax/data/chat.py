@@ -115,7 +115,11 @@ def _reply_span(
             f"message {number}: the chat template does not end the assistant's turn with {tokenizer.eos_token!r}; "
             "name the token that ends a turn as data.end_token"
         )
-    if not _holds(_squeezed(whole[len(prompt) : stop]), messages[number]):
+    before = _render(tokenizer, messages[:number], beside, generation_prompt=False)
+    begins = (
+        len(before) if prompt.startswith(before) else len(prompt)
+    )  # a prompt may open the thinking, as Qwen3-Thinking's
+    if not _holds(_squeezed(whole[begins:stop]), messages[number]):
         raise BadRecord(
             f"message {number}: the chat template leaves out some of this turn, such as its thinking, so it would "
             "be learned without; take it out of the record, or data.loss_on_turns=each or last"

@@ -59,6 +59,8 @@ def _message(message: Any, number: int) -> dict[str, Any]:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise BadRecord(f"message {number}: tool_calls is {shown(calls)}, and not a list of calls, each an object")
         message["tool_calls"] = [_call(call, number) for call in calls]
+    elif "tool_calls" in message:  # none; some templates take one for being named
+        del message["tool_calls"]
     return {"role": role, "content": content, **message}
 
 

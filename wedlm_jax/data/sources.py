@@ -192,7 +192,9 @@ class TextFile:
 
     def _cut(self, size: int) -> Iterator[int]:
         end = 0
-        with self._path.open("rb", buffering=_SECTION) as file:
+        with self._path.open(
+            "rb", buffering=1 << 12
+        ) as file:  # so much is read of each section, to find the end of a line
             while end < size:
                 file.seek(end + _SECTION - 1)
                 part = file.readline(_SECTION)

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import secrets
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -132,8 +133,7 @@ class MetricsWriter:
         numbers = {key: value for key, value in metrics.items() if value is not None}
         if self._tensorboard is not None:
             self._tensorboard.write(step, numbers)
-        if self._wandb is not None:
-            self._wandb.log(numbers, step=step)
+        self._send("log", numbers, step=step)
 
     def write_sample(self, step: int, sample: Mapping[str, Any]) -> None:
         """A completion, to `samples.jsonl` and TensorBoard's text."""
@@ -146,8 +146,7 @@ class MetricsWriter:
 
     def __exit__(self, *exception: Any) -> None:
         closing = contextlib.ExitStack()  # each is closed, the last first, whatever a full disk does to another
-        if self._wandb is not None:
-            closing.push(self._finish)
+        closing.push(self._finish)
         for sink in (self._tensorboard, self._samples, self._lines):
             if sink is not None:
                 closing.callback(sink.close)
@@ -155,8 +154,18 @@ class MetricsWriter:
 
     def _finish(self, kind: object, *exception: object) -> None:
         """The run at Weights & Biases, as failed where it ends by an error."""
-        assert self._wandb is not None
-        self._wandb.finish(exit_code=0 if kind is None else 1)
+        self._send("finish", exit_code=0 if kind is None else 1)
+
+    def _send(self, what: str, *arguments: Any, **named: Any) -> None:
+        """To Weights & Biases, if asked for; where its process or the network is gone, the training goes on without."""
+        if self._wandb is None:
+            return
+        try:
+            getattr(self._wandb, what)(*arguments, **named)
+        except Exception as error:  # its own, those of pipes and of HTTP
+            told = f"warning: Weights & Biases is told no more ({reason(error)}); {METRICS_FILE} has all"
+            print(told, file=sys.stderr, flush=True)
+            self._wandb = None
 
 
 def read_metrics(workdir: str | Path) -> list[dict[str, Any]]:
