@@ -6,8 +6,9 @@
 
 The base first answers 4,000 training prompts greedily, about 100,000 tokens, a minute or two on two cores; they stay in
 runs/quickstart_adapter_selfgen/self_generated. Then as quickstart_adapter. Seed 0, n = 200, tau = 0.7 (`python -m
-benchmarks.drafting --rules verified --limit 200 --no-bfloat16`): 3.41 tokens per forward on word problems, 9.92 on counting,
-2.10 on copying, where quickstart_adapter has 3.70, 9.90 and 2.03. `--exp adapter_ablations` compares it with distillation too.
+benchmarks.drafting --model runs/quickstart_adapter_selfgen --rules verified --limit 200 --no-bfloat16`): 3.41 tokens per forward
+on word problems, 9.92 on counting, 2.10 on copying, where quickstart_adapter has 3.70, 9.90 and 2.03. `--exp adapter_ablations`
+compares it with distillation too.
 """
 
 import dataclasses

@@ -7,9 +7,9 @@
 The second learns from the base's own replies to the prompts of the file, which it writes first (greedily, by AR decoding); there
 a conversation may end with a question. 5.05M parameters, 0.85 % of the base, which stays as it is, in bfloat16 (1.2 GB).
 
-By compiler (the third command), on one TPU host of four v5e chips, 16 rows of 2,048 tokens a step, 4 at a time: 2.1 GB a chip at
-the peak, 1.5 GB of them temporaries, and 0.56 s a step by the FLOPs of its largest program (rows that are masks throughout), so
-37 minutes for 4,000 steps at the data sheet's rate. The memory stream's attention is the splash kernel's; that of the prediction
+By compiler (the third command), on one TPU host of four v5e chips, 16 rows of 2,048 tokens a step, 4 at a time: 2.7 GB a chip at
+the peak, 2.1 GB of them temporaries, and 0.54 s a step by the FLOPs of its largest program (rows that are masks throughout), so
+36 minutes for 4,000 steps at the data sheet's rate. The memory stream's attention is the splash kernel's; that of the prediction
 stream is XLA's, since splash takes no mask rows alone, and is counted over whole rows. Not run by us at this size.
 """
 
