@@ -7,10 +7,10 @@
 43.7M parameters, 0.53 % of the base, which stays as it is, in bfloat16 (16.4 GB); all but model and rank is as in
 qwen3_0p6b_adapter.
 
-By compiler (the third command), on one TPU host of four v5e chips, 16 rows of 2,048 tokens a step, 4 at a time: 9.2 GB a chip of
-its 17 at the peak, and 3.8 s a step by the FLOPs of its largest program, so 4.3 hours for 4,000 steps at the data sheet's rate;
-on four of v5p (v5p:2x2x1) 9.5 GB a chip, 1.6 s and 1.8 hours. (Compiled before 2026-12-01; since then the losses hold more
-logits, 0.6 GB a chip of qwen3_0p6b_adapter, and take fewer FLOPs.)
+By compiler (the third command), on one TPU host of four v5e chips, 16 rows of 2,048 tokens a step, 4 at a time: 9.8 GB a chip of
+its 17 at the peak, and 3.7 s a step by its FLOPs, so 4.1 hours for 4,000 steps at the data sheet's rate; on four of v5p
+(v5p:2x2x1, compiled before 2026-12-01, since when the losses hold more logits and take fewer FLOPs) 9.5 GB a chip, 1.6 s and
+1.8 hours.
 Attention is as in qwen3_0p6b_adapter. Not run by us at this size.
 """
 
