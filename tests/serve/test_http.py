@@ -510,6 +510,24 @@ def test_what_has_not_started_is_refused_where_the_server_ends(monkeypatch):
         assert stream.result().decode() == f"data: {json.dumps(answer)}\n\n"
 
 
+def test_a_server_has_ended_once_the_last_refusal_is_written(monkeypatch):
+    """Or the process is gone, and the client reads that the connection was closed."""
+    written, refuse = [], Handler._refuse
+
+    def slow(*said):
+        time.sleep(0.2)
+        refuse(*said)
+        written.append(said)
+
+    monkeypatch.setattr(Handler, "_refuse", slow)
+    with serving() as server, ThreadPoolExecutor(1) as threads:
+        engine = server.service.engine
+        monkeypatch.setattr(engine, "step", lambda: time.sleep(0.01))
+        threads.submit(ask, server, COMPLETIONS, {"prompt": "Tom"})
+        wait_for(lambda: engine.waiting == 1)
+        assert server.service.close() and len(written) == 1
+
+
 def test_a_request_that_has_started_in_part_ends_with_what_it_has(monkeypatch):
     monkeypatch.setattr(service, "SECONDS_TO_END", 0.2)
     with serving() as server:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         path, started = self.path.partition("?")[0], time.perf_counter()
-        try:
+        with self._refusing(HTTPStatus.BAD_REQUEST):
             self._require_key()
             body = self._body()
             if path not in (COMPLETIONS, CHAT):
@@ -115,16 +115,21 @@ class Handler(BaseHTTPRequestHandler):
             asked = read_asked(body, self.server.service.defaults, chat=path == CHAT)
             self._require_model(body.get("model"))
             service = self.server.service
-            with service.serving(asked) as call:
+            # Who ends the server waits for open calls, so what becomes of one is told before it is left. What fails in it is memory
+            # or the server's end, for which the request can do nothing.
+            with service.serving(asked) as call, self._refusing(HTTPStatus.SERVICE_UNAVAILABLE):
                 answer = Answer(service.engine.model, service.name, asked, call.tickets, chat=path == CHAT)
-                try:
-                    if asked.stream:
-                        self._stream(answer, call)
-                    else:
-                        self._reply(HTTPStatus.OK, self._whole(answer, call))
-                except UserError as error:  # memory or the server's end, for which the request can do nothing
-                    raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
-            self._note(_summary(call.tickets, time.perf_counter() - started))
+                if asked.stream:
+                    self._stream(answer, call)
+                else:
+                    self._reply(HTTPStatus.OK, self._whole(answer, call))
+                self._note(_summary(call.tickets, time.perf_counter() - started))
+
+    @contextlib.contextmanager
+    def _refusing(self, of_user_error: HTTPStatus) -> Iterator[None]:
+        """Replies for what goes wrong in the block, with that status where it is a `UserError`."""
+        try:
+            yield
         except QueueFull:
             limit = self.server.service.engine.queue
             self._refuse(
@@ -132,8 +137,12 @@ class Handler(BaseHTTPRequestHandler):
             )
         except ContextExceeded as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error), error.CODE)
-        except (Refused, UserError, Closed) as error:
-            self._refuse(_status_of(error), str(error))
+        except Refused as error:
+            self._refuse(error.status, str(error))
+        except Closed as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
+        except UserError as error:
+            self._refuse(of_user_error, str(error))
         except (ClientGone, OSError):
             self.close_connection = True
             self._note("the client has gone; cancelled")
@@ -263,12 +272,6 @@ def say(line: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{line}\n")  # at once: print would let another thread write before the end of the line
         sys.stderr.flush()
-
-
-def _status_of(error: Exception) -> HTTPStatus:
-    if isinstance(error, Refused):
-        return error.status
-    return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, Closed) else HTTPStatus.BAD_REQUEST
 
 
 def _error(message: str, status: HTTPStatus, code: str | None = None) -> dict[str, Any]:
