@@ -9,8 +9,7 @@ qwen3_0p6b_adapter.
 
 By compiler (the third command), on one TPU host of four v5e chips, 16 rows of 2,048 tokens a step, 4 at a time: 9.8 GB a chip of
 its 17 at the peak, and 3.7 s a step by its FLOPs, so 4.1 hours for 4,000 steps at the data sheet's rate; on four of v5p
-(v5p:2x2x1, compiled before 2026-12-01, since when the losses hold more logits and take fewer FLOPs) 9.5 GB a chip, 1.6 s and
-1.8 hours.
+(v5p:2x2x1) 9.9 GB a chip, 1.6 s and 1.8 hours.
 Attention is as in qwen3_0p6b_adapter. Not run by us at this size.
 """
 

@@ -16,15 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from wedlm_jax import generate
+from wedlm_jax import Engine, generate
 from wedlm_jax.data import chat
 from wedlm_jax.decode.scores import Scores
 from wedlm_jax.errors import UserError
 from wedlm_jax.serve import answer as answer_words
 from wedlm_jax.serve import service
+from wedlm_jax.serve.answer import Answer
 from wedlm_jax.serve.asked import read_asked
 from wedlm_jax.serve.http import Handler, Server
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
+from ..decode.models import tiny_model
+from ..decode.test_precision_and_mesh import EVEN, cut_over
 from .client import CHAT, COMPLETIONS, DEFAULTS, JSON, ask, chatty, connect, events, look, serving
 
 
@@ -235,6 +239,28 @@ def test_one_prompt_at_a_time_is_scored_beside_the_engine(server, monkeypatch):
         answers = [clients.submit(ask, server, COMPLETIONS, asked) for _ in range(4)]
         assert all(answer.result()[0] == 200 for answer in answers)
     assert most == [1, 1, 1, 1]
+
+
+def test_over_a_mesh_nothing_is_scored_while_a_step_is_taken(monkeypatch):
+    """Devices that are given two programs in different orders would each wait for the others."""
+    engine = Engine(
+        cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(tensor=2), jax.devices()[:2])), rows=1, context=64
+    )
+    stepped, steps = [], engine._steps_taken
+
+    def during_a_step(model, ids):
+        step = threading.Thread(target=engine.step, daemon=True)
+        step.start()
+        step.join(0.2)
+        stepped.append(engine._steps_taken > steps)
+        return Scores(*[np.zeros(len(ids), np.float32)] * 5)
+
+    monkeypatch.setattr(answer_words, "score", during_a_step)
+    asked = read_asked({"prompt": [5, 9], "max_tokens": 0, "logprobs": 1, "echo": True}, DEFAULTS, chat=False)
+    ticket = engine.submit([5, 9], dataclasses.replace(asked.config, max_new_tokens=1))
+    ticket.cancel()
+    Answer(engine, "tiny", asked, [ticket], chat=False).whole()
+    assert stepped == [False]
 
 
 def test_an_answer_that_nobody_limits_ends_where_the_context_does(server):

@@ -12,8 +12,7 @@ from wedlm_jax.data.tokenizer import decoder_behind
 from wedlm_jax.decode.scores import Scores, score
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.decode.text import Commit
-from wedlm_jax.engine import Ticket
-from wedlm_jax.model.handle import Model
+from wedlm_jax.engine import Engine, Ticket
 from wedlm_jax.results import finite
 from wedlm_jax.serve.asked import Asked
 
@@ -29,14 +28,15 @@ class Answer:
     Beside OpenAI's fields a choice holds `stats` (the counters of `Stats`), and the answer the `seed` that draws it again.
 
     Args:
-      model, name: what answers, and how clients call it.
+      engine, name: of the model that answers, and how clients call it.
       asked: the request.
       tickets: one for each choice.
       chat: whether in the words of `chat/completions`.
     """
 
-    def __init__(self, model: Model, name: str, asked: Asked, tickets: Sequence[Ticket], *, chat: bool):
-        self._model, self._asked, self._tickets, self._chat = model, asked, tickets, chat
+    def __init__(self, engine: Engine, name: str, asked: Asked, tickets: Sequence[Ticket], *, chat: bool):
+        self._engine, self._asked, self._tickets, self._chat = engine, asked, tickets, chat
+        self._model = model = engine.model
         self._sent = [0] * len(tickets)  # tokens of each choice that events have brought
         self._behind = None if model.tokenizer is None else decoder_behind(model.tokenizer)
         self._kind = "chat.completion" if chat else "text_completion"
@@ -97,7 +97,9 @@ class Answer:
     def _scores(self, prompt: Sequence[int]) -> Scores | None:
         if not (self._asked.echo and self._asked.log_probs):
             return None
-        with _scoring:
+        # Devices to which two threads give programs may take them in different orders, and then each waits for the others.
+        over_a_mesh = self._model.weights.mesh is not None
+        with self._engine.turns if over_a_mesh else _scoring:
             return score(self._model, prompt)
 
     def _whole_choice(self, index: int, ticket: Ticket, scores: Scores | None) -> Json:

@@ -115,10 +115,10 @@ class Handler(BaseHTTPRequestHandler):
             asked = read_asked(body, self.server.service.defaults, chat=path == CHAT)
             self._require_model(body.get("model"))
             service = self.server.service
-            # Who ends the server waits for open calls, so what becomes of one is told before it is left. What fails in it is memory
-            # or the server's end, for which the request can do nothing.
+            # Who ends the server waits for open calls, so what becomes of one is told before it is left. What fails in it is
+            # memory, or the server ends: the request can do nothing about it.
             with service.serving(asked) as call, self._refusing(HTTPStatus.SERVICE_UNAVAILABLE):
-                answer = Answer(service.engine.model, service.name, asked, call.tickets, chat=path == CHAT)
+                answer = Answer(service.engine, service.name, asked, call.tickets, chat=path == CHAT)
                 if asked.stream:
                     self._stream(answer, call)
                 else:
