@@ -46,7 +46,7 @@ def test_requests_that_come_together_are_prefilled_together(loop, prefilled):
     assert [rows for rows, _ in prefilled] == [4, 1, 1]
     assert are_as_alone(tickets)
     (group,) = served._groups.values()
-    assert [row.tokens[: len(t.request.prompt) - 1] for row, t in zip(group.rows, tickets, strict=True)] == [
+    assert [row.tokens[: len(t.request.prompt) - 1].tolist() for row, t in zip(group.rows, tickets, strict=True)] == [
         t.request.prompt[:-1] for t in tickets
     ]
 

@@ -232,7 +232,7 @@ class Engine:
     def _reserve(self, ticket: Ticket, idle: list[int]) -> None:
         """Gives a row to a request, which starts together with others; these start first where it can go on from what they
         prefill, or where they read from every row that it could take."""
-        group, prompt = self._groups[ticket.group], ticket.request.prompt
+        group, prompt = self._groups[ticket.group], ticket.prompt
         others = [*itertools.chain.from_iterable(self._reserved.values())]
         overwritten = {(other.group, other.row) for other in others}
         read = {(other.source, other.source_row) for other in others}
@@ -240,7 +240,7 @@ class Engine:
         places = [place for place in places if place not in overwritten]
         best, shared = longest_prefix(prompt, [held.rows[row].tokens for held, row in places])
         free = [row for row in idle if (group, row) not in read]
-        reused = [shared_length(prompt, other.ticket.request.prompt) for other in others]
+        reused = [shared_length(prompt, other.ticket.prompt) for other in others]
         if not free or max(reused, default=0) >= shared + WORTH_WAITING:
             self._start()
             return  # it waits still, to look again at what the rows hold then

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+Tokens = Sequence[int] | np.ndarray  # an array is compared at once
+
 # A row is continued where a request shares all of its tokens but this many. The end of an answer may be written otherwise
 # when it comes back inside a prompt: by a stop id, a line end, or another split into tokens.
 LEFT_BEHIND = 16
@@ -15,22 +19,21 @@ LEFT_BEHIND = 16
 WORTH_WAITING = 16
 
 
-def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
+def shared_length(left: Tokens, right: Tokens) -> int:
     """How many leading tokens agree."""
-    for place, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return place
-    return min(len(left), len(right))
+    both = min(len(left), len(right))
+    differs = np.asarray(left[:both]) != np.asarray(right[:both])
+    return int(np.argmax(differs)) if differs.any() else both
 
 
-def longest_prefix(prompt: Sequence[int], cached: Sequence[Sequence[int]]) -> tuple[int, int]:
+def longest_prefix(prompt: Tokens, cached: Sequence[Tokens]) -> tuple[int, int]:
     """(which of `cached` shares the longest beginning with `prompt`, how many tokens); the first of equals."""
     lengths = [shared_length(prompt, tokens) for tokens in cached]
     longest = max(lengths)
     return lengths.index(longest), longest
 
 
-def choose_row(prompt: Sequence[int], idle: Sequence[int], cached: Sequence[Sequence[int]], used: Sequence[int]) -> int:
+def choose_row(prompt: Tokens, idle: Sequence[int], cached: Sequence[Tokens], used: Sequence[int]) -> int:
     """The idle row that a request takes: the one that it continues, or else the one that was used longest ago.
 
     Args:
@@ -38,12 +41,12 @@ def choose_row(prompt: Sequence[int], idle: Sequence[int], cached: Sequence[Sequ
       cached: tokens in the cache, of every row.
       used: when each row was last used; 0 = never.
     """
-    continued = [row for row in idle if cached[row] and _continues(prompt, cached[row])]
+    continued = [row for row in idle if _continues(prompt, cached[row])]
     if continued:
         return max(continued, key=lambda row: shared_length(prompt, cached[row]))
     return min(idle, key=lambda row: used[row])
 
 
-def _continues(prompt: Sequence[int], cached: Sequence[int]) -> bool:
+def _continues(prompt: Tokens, cached: Tokens) -> bool:
     shared = shared_length(prompt, cached)
     return shared > 0 and len(cached) - shared <= LEFT_BEHIND

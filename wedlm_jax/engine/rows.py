@@ -30,7 +30,9 @@ LOG = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Row:
-    tokens: list[int] = dataclasses.field(default_factory=list)  # whose keys and values the cache holds, from slot 0
+    tokens: np.ndarray = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # whose keys and values the cache holds, from slot 0
     ticket: Ticket | None = None  # None where the row is idle
     used: int = 0  # the admission that used it last
 
@@ -143,8 +145,8 @@ class RowGroup:
         requests = [arrival.ticket.request for arrival in arrivals]
         slots = self.slots if len(arrivals) == 1 else self._slots_for(arrivals)
         prompts = np.zeros((len(arrivals), self._context), np.int32)
-        for prompt, request in zip(prompts, requests, strict=True):
-            prompt[: len(request.prompt)] = request.prompt
+        for prompt, arrival in zip(prompts, arrivals, strict=True):
+            prompt[: len(arrival.ticket.prompt)] = arrival.ticket.prompt
         own = self._row_settings([r.config for r in requests], [r.row for r in requests])
         rows, sources, start, stop = (
             np.array([getattr(arrival, name) for arrival in arrivals], np.int32)
@@ -172,8 +174,9 @@ class RowGroup:
             holds_back=self._holds_back,
             drafter=self._drafter,
         )
-        for arrival, request in zip(arrivals, requests, strict=True):
-            cached = request.prompt[: len(request.prompt) - self._holds_back]
+        for arrival in arrivals:
+            prompt = arrival.ticket.prompt
+            cached = prompt[: len(prompt) - self._holds_back]
             self.rows[arrival.row] = Row(cached, arrival.ticket, arrival.used)
             self._halted[arrival.row] = False
             arrival.ticket.reused_tokens, arrival.ticket.waits = arrival.start, False
@@ -248,9 +251,9 @@ class RowGroup:
         self, number: int, ticket: Ticket, state: DecodeState, progress: HostProgress, window_size: int
     ) -> None:
         """One row's part of a run; all arrays are the host's."""
-        prompt = ticket.request.prompt
-        ids = state.output[number, : state.generated[number]].tolist()
-        self.rows[number].tokens = (prompt + ids)[: state.length[number]]
+        emitted = state.output[number, : state.generated[number]]
+        self.rows[number].tokens = np.concatenate([ticket.prompt, emitted])[: state.length[number]]
+        ids = emitted.tolist()
         window = _beyond(ticket, ids, state, number, window_size)
         reason: FinishReason | None = {RUNNING: None, STOPPED: "stop", FULL: "length"}[int(state.finish[number])]
         # A row that has just met a stop id is read too: the string may have come before it.

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from wedlm_jax.decode.generation import Request, completion, nothing_verified
 from wedlm_jax.decode.stats import Completion, FinishReason, Stats
 from wedlm_jax.decode.text import Commit, Pieces
@@ -37,11 +39,13 @@ class Ticket:
       stats: counters so far.
       reused_tokens: tokens of the prompt that were not prefilled, because a row held them already.
       completion: what came out; None while the request waits or runs.
+      prompt: the request's, int32 [tokens].
       group, arrival: the key of the rows that it needs, and its place in the order of arrival.
     """
 
     def __init__(self, engine: Driver, request: Request, group: tuple, arrival: int):
         self._engine, self.request = engine, request
+        self.prompt = np.array(request.prompt, np.int32)
         self.group, self.arrival = group, arrival
         self.ids: list[int] = []
         self.window: list[int | None] = []
