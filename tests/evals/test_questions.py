@@ -61,6 +61,18 @@ def test_messages_are_asked_as_the_chat_template_writes_them(tmp_path):
     assert task.score(problem, "The answer is C") and not task.score(problem, "B")
 
 
+def test_an_id_may_stand_beside_a_question(tmp_path):
+    task = questions(tiny_model(), write(tmp_path / "q.jsonl", {"id": 7, "prompt": "1?", "answer": "2"}), "number", 8)
+    assert [problem.prompt for problem in task.problems(EVERY, 0)] == ["1?"]
+
+
+@pytest.mark.parametrize(("prompt", "begins"), [("5 or 6? ", "<think>\n"), ("5 or 6? <think>\n", "")])
+def test_what_is_thought_before_an_answer_is_not_scored(prompt, begins, tmp_path):
+    task = questions(tiny_model(), write(tmp_path / "q.jsonl", {"prompt": prompt, "answer": "6"}), "number", 8)
+    (problem,) = task.problems(EVERY, 0)
+    assert task.score(problem, f"{begins}#### 5, no\n</think>6") and not task.score(problem, f"{begins}it is 6")
+
+
 def test_the_line_that_an_empty_file_asks_for_can_be_asked_and_scored(tmp_path):
     path = tmp_path / "q.jsonl"
     path.touch()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wedlm_jax.evals.scoring import choice, formula, number, one_form, only_formula, only_number, whole
+from wedlm_jax.evals.scoring import behind_thinking, choice, formula, number, one_form, only_formula, only_number, whole
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,10 @@ from wedlm_jax.evals.scoring import choice, formula, number, one_form, only_form
         ("12,34", "34"),
         ("9" * 5000, "9" * 5000),
         ("1.5e3", "1500"),
+        ("#### **18** eggs, of 20", "18"),
+        (r"#### \boxed{18} of 20", "18"),
+        (r"so \boxed{2}, no: $\boxed{18\text{ eggs}}$ of 20", "18"),
+        (r"\boxed{many} of 20", "20"),
         ("it is .5", "0.5"),
         ("-€5 or \N{EN DASH}5.10", "-5.1"),
         ("\N{ARABIC-INDIC DIGIT THREE}", None),
@@ -53,6 +57,13 @@ def test_a_number_is_the_first_behind_a_mark_or_the_last_one_and_is_written_in_o
         ("The correct answer is (A), since answer (B) ignores friction.", "A"),
         ("**Answer:** J", "J"),
         ("The answer is A because it floats", "A"),
+        ("The answer is A and not B", "A"),
+        ("**Answer:** B\n\nC is too high", "B"),
+        ("**Answer**: **B**\n\nC is too high", "B"),
+        (r"The answer is \(\boxed{B}\), not C", "B"),
+        (r"The answer is $\boxed{\mathbf{B}}$, not C", "B"),
+        (r"The correct answer is \textbf{(B)}, not C", "B"),
+        ("The answer is: ( B ), not C", "B"),
         ("Answer: A triangle has three sides, so C", "C"),
         ("Let's think. A car moves, and I'd say so does B", "B"),
         ("The answer is (b).", "B"),
@@ -82,6 +93,7 @@ def test_a_choice_is_a_letter_that_is_named_or_begins_the_text_or_stands_alone_l
 def test_an_answer_to_score_by_holds_one_number_or_marks_it(text):
     assert only_number(text) is None and only_number(f"#### {text}") is None
     assert only_number(f"{text}\n#### 4") == only_number("4 eggs") == "4"
+    assert only_number(rf"{text}, so \boxed{{4}}") == "4" and only_number(rf"4 or \boxed{{{text}}}") is None
 
 
 @pytest.mark.parametrize(
@@ -148,3 +160,17 @@ def test_an_answer_to_score_by_is_a_formula_alone_or_holds_one():
 
 def test_a_whole_text_is_compared_without_white_space_around_it():
     assert whole(" a b\n") == "a b" and whole("\n") is None
+
+
+@pytest.mark.parametrize(
+    ("completion", "begun", "said"),
+    [
+        ("<think>\n5 or 6?\n</think>\n\n6", False, "\n\n6"),
+        ("5 or 6?\n</think>\n\n6", True, "\n\n6"),
+        ("\n<think>\n5, 6", False, ""),  # cut off before it answered
+        ("5, 6", True, ""),
+        ("6", False, "6"),
+    ],
+)
+def test_thinking_is_no_answer(completion, begun, said):
+    assert behind_thinking(completion, begun) == said

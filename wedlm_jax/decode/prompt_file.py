@@ -34,8 +34,12 @@ def read_prompts(path: Path, flag: str = "--input") -> list[tuple[str, Prompt]]:
 
 def prompts_of(objects: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, Prompt]]:
     """The prompts of named objects. An `answer` beside one, by which others score (`evals/questions.py`), and an `id` are not
-    read. Raises as `prompt_in`."""
-    return [(name, prompt_in({k: v for k, v in o.items() if k not in BESIDE_PROMPTS}, name)) for name, o in objects]
+    read.
+
+    Raises:
+      UserError: beginning with the name, where there is not one prompt and nothing beside it but what goes with messages.
+    """
+    return [(name, _prompt_in({k: v for k, v in o.items() if k not in BESIDE_PROMPTS}, name)) for name, o in objects]
 
 
 def read_objects(path: Path, flag: str, example: str = '{"prompt": "Hello"}') -> list[tuple[str, dict[str, Any]]]:
@@ -74,12 +78,7 @@ def _parse_object(line: bytes, name: str) -> dict[str, Any]:
     return record
 
 
-def prompt_in(record: dict[str, Any], name: str) -> Prompt:
-    """The one prompt that an object holds, and nothing beside it but what goes with messages.
-
-    Raises:
-      UserError: beginning with `name`.
-    """
+def _prompt_in(record: dict[str, Any], name: str) -> Prompt:
     for key in record:
         if key not in KINDS and not ("messages" in record and key in BESIDE_MESSAGES):
             raise UserError(

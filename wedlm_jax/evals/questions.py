@@ -12,10 +12,10 @@ import tyro
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.generation import make_request
-from wedlm_jax.decode.prompt_file import prompt_in, read_objects
+from wedlm_jax.decode.prompt_file import prompts_of, read_objects
 from wedlm_jax.decode.prompts import prompt_text
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.scoring import ANSWER, EXPECTED, Match
+from wedlm_jax.evals.scoring import ANSWER, EXPECTED, Match, behind_thinking
 from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.flags import refuse_beside
 from wedlm_jax.model.handle import Model
@@ -62,16 +62,18 @@ def questions(model: Model, path: Path, match: Match, max_new_tokens: int, flag:
     answer_in = ANSWER[match]
     problems = []
     for name, record in read_objects(path, flag, '{"prompt": "Are there 5 or 6?", "answer": "5"}'):
-        if not isinstance(answer := record.pop("answer", None), str):
+        if not isinstance(answer := record.get("answer"), str):
             raise UserError(f'{name}: answer must be a string; write {{"prompt": ..., "answer": "18"}}')
-        prompt = prompt_text(model, prompt_in(record, name), name)
+        ((_, asked),) = prompts_of([(name, record)])
+        prompt = prompt_text(model, asked, name)
         make_request(model, prompt, DecodeConfig(decoder="ar", max_new_tokens=max_new_tokens), row=0, name=name)
         if (expected := EXPECTED[match](answer)) is None:
             raise UserError(f"{name}: the answer {answer!r:.80} {_NO_ANSWER[match]}")
         problems.append(Problem(path.stem, prompt, answer, expected))
 
     def score(problem: Problem, completion: str) -> bool:
-        return answer_in(completion) == problem.answer
+        begun = problem.prompt.rstrip().endswith("<think>")
+        return answer_in(behind_thinking(completion, begun)) == problem.answer
 
     return Task(path.stem, lambda limit, seed: problems[:limit], score)
 

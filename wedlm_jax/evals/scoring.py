@@ -13,17 +13,17 @@ _NUMBER = re.compile(
     r"(?<![0-9.])(?P<minus>(?<!\w)-)?[$€£¥₹]?(?P<digits>(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?)"
 )
 # Chat models number their headings so: "#### 1. First step".
-_MARKED = re.compile(r"####[ \t]*(?![0-9]+[.):][ \t]+\S)" + _NUMBER.pattern)
-# A and I that begin or go on a sentence are words: "A train", "I think", but not "A because".
+_MARKED = re.compile(r"####[ \t*]*(?:\\boxed\{)?(?![0-9]+[.):][ \t]+\S)" + _NUMBER.pattern)
+# A and I that begin or go on a sentence are words: "A train", "I think", but not "A because" and "A and not B".
 # A small one counts in brackets, but not as the i of a list nor as an argument: (b), not (i) and f(b). An apostrophe ends a
 # letter as a quotation mark alone: 'B', but not I'm and A's.
 _LETTER = (
-    r"(?<![\w'\u2019])(?:[B-HJ]|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
+    r"(?<![\w'\u2019])(?:[B-HJ]|A(?= (?:and|but|not)\b)|[AI](?!['\u2019]| (?!because\b|since\b|as\b|is\b)[a-z]))(?![\w'\u2019])"
     r"|(?<=[(\[])(?<!\w[(\[])[a-hj](?=[)\]])"
     r"|(?<=['\u2018])(?<!\w['\u2018])[A-J](?=['\u2019](?!\w))"
 )
-_OPENED = r"\s*(?:\\boxed\{|\\text\{|[(\[*\"'\u2018\u201c$])*"
-_IS = r"(?:(?i:\s+is)\s*[:=]?|\s*[:=])"
+_OPENED = r"(?:\s|\\boxed\{|\\(?:text|math)(?:bf|rm)?\{|\\\(|\\\[|[(\[*\"'\u2018\u201c$])*"
+_IS = r"(?:(?i:\s+is)\s*[:=]?|\s*\**[:=])"
 _ANSWER = re.compile(rf"\b(?i:answer)(?:{_IS}(?i:\s*(?:choice|option))?)?{_OPENED}({_LETTER})")
 _CHOSEN = re.compile(rf"\b(?i:choice|option){_IS}{_OPENED}({_LETTER})")
 _OPTION = re.compile(rf"\b(?i:choice|option){_OPENED}({_LETTER})")
@@ -60,25 +60,30 @@ _ONE_FORM = (
 
 
 def number(text: str) -> str | None:
-    """The number behind the first `####` that has one, as GSM8K writes its answers; else the last number of the text.
+    """The number behind the first `####` that has one, as GSM8K writes its answers; else the last one in the last `\\boxed{...}`
+    that has one; else the last number of the text.
 
     It is written in one form, without signs of currencies, commas between thousands, exponents and zeros that change no value:
     `-$1,200.50` is -1200.5.
     """
     text = _without_latex(text)
-    found = _MARKED.search(text) or next(reversed(list(_NUMBER.finditer(text))), None)
+    found = _MARKED.search(text)
     if found is None:
-        return None
+        numbers = [number for part in (text, *_boxes(text)) for number in _NUMBER.finditer(part)]
+        if not numbers:
+            return None
+        found = numbers[-1]
     whole, _, decimals = f"{Decimal(found['digits'].replace(',', '')):f}".partition(".")
     value = f"{whole.lstrip('0') or '0'}.{decimals.rstrip('0')}".rstrip(".")
     return f"-{value}" if found["minus"] and value != "0" else value
 
 
 def only_number(text: str) -> str | None:
-    """`number` of an answer to score by: the only one in it, or, where one is marked, in that line. 1/2 and 8:30 have none."""
+    """`number` of an answer to score by: the only one in it, or, where one is marked, in that line, or else in its last box. 1/2
+    and 8:30 have none."""
     text = _without_latex(text)
     marked = _MARKED.search(text)
-    counted = text if marked is None else text[marked.start() :].partition("\n")[0]
+    counted = [text, *_boxes(text)][-1] if marked is None else text[marked.start() :].partition("\n")[0]
     return number(text) if len(_NUMBER.findall(counted)) == 1 else None
 
 
@@ -107,8 +112,7 @@ def choice(text: str) -> str | None:
 def formula(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` or `\\boxed 5`, as MATH writes its answers; where there is none, between the dollars
     behind the last "answer is". In one form (`one_form`)."""
-    boxes = [inside for box in _BOX.finditer(text) if (inside := box[1] or _in_braces(text[box.end() :])) is not None]
-    told = boxes or _TOLD.findall(text)
+    told = _boxes(text) or _TOLD.findall(text)
     return one_form(told[-1]) if told else None
 
 
@@ -127,6 +131,11 @@ def one_form(latex: str) -> str | None:
     return number(latex) if _NUMBER.fullmatch(latex) else latex or None
 
 
+def _boxes(text: str) -> list[str]:
+    """What stands in each `\\boxed{...}` or `\\boxed 5` that closes."""
+    return [inside for box in _BOX.finditer(text) if (inside := box[1] or _in_braces(text[box.end() :])) is not None]
+
+
 def _in_braces(text: str) -> str | None:
     """What stands in the braces with which the text begins; None if they do not close. `\\{` and `\\}` are signs of the text."""
     depth = 0
@@ -135,6 +144,17 @@ def _in_braces(text: str) -> str | None:
         if depth == 0:
             return text[1 : sign.start()]
     return None
+
+
+def behind_thinking(completion: str, begun: bool = False) -> str:
+    """What a model says once it has thought, as far as `</think>`: nothing where it has not come that far.
+
+    Args:
+      begun: whether its thinking began in the prompt.
+    """
+    _, end, answer = completion.rpartition("</think>")
+    begun = begun or completion.lstrip().startswith("<think>")
+    return answer if end or not begun else ""
 
 
 def whole(text: str) -> str | None:
