@@ -81,6 +81,8 @@ stage() {
     if ((status == 124 || status == 137)); then status="$status: out of its $limit s"; fi
     printf '\nFAILED (status %s)\n\n```\n%s\n```\n' "$status" "$(tail -n 15 "$errors")" >>"$results"
     echo "  failed (status $status)" >&2
+  else # which kernels were taken, and why none
+    grep -E '^(attention: |decoding copies)' "$errors" | sort -u | sed 's/^/- /' >>"$results" || true
   fi
   printf '\n%d s\n' $((SECONDS - begun)) >>"$results"
 }

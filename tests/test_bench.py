@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_table_json_and_plot_hold_every_decoder_on_every_piece_of_work(
     assert "exceed the model's context of 512" in said  # not skipped in silence
     [prompt] = {row["work"]["prompt_tokens"] for row in results["rows"]}
     assert "GFLOP/s" in said and f"counting, batch 2, {prompt} (one problem) + 6 tokens" in said
+
+
+@pytest.mark.parametrize(("flags", "preallocates"), [((), None), (("--baseline", "vllm"), "false")])
+def test_beside_another_engine_jax_leaves_it_memory(flags, preallocates, monkeypatch, capsys):
+    said = []
+    name = "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setenv(name, "")  # so that it is as before afterwards
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(command, "bench", lambda *_: said.append(os.environ.get(name)))
+    assert run(monkeypatch, capsys, "--model", "x", *flags)[0] == 0 and said == [preallocates]
 
 
 def test_prompts_longer_than_what_a_task_can_make_are_left_out_before_anything_is_decoded(monkeypatch):

@@ -306,7 +306,31 @@ def test_an_interrupted_evaluation_leaves_the_tasks_that_were_done_and_no_whole_
     rows = json.loads((tmp_path / "unfinished.json").read_text())["rows"]
     assert [row["task"] for row in rows] == ["never_right"] and not (tmp_path / "results.json").exists()
     command.evaluate(plan_of(tmp_path, first), Console(quiet=True))
-    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.png", "completions.jsonl"}
+
+
+def test_every_completion_is_a_line_as_soon_as_it_is_there(tmp_path):
+    plan = plan_of(tmp_path, command.task("counting"))
+    command.evaluate(plan, Console(quiet=True))
+    lines = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    problems = plan.tasks[0][1]
+    said = [
+        completion.text for completion in generate(tiny_model(), [p.prompt for p in problems], plan.settings[0].config)
+    ]
+    assert [(line["prompt"], line["answer"], line["completion"]) for line in lines] == [
+        (p.prompt, p.answer, text) for p, text in zip(problems, said, strict=True)
+    ]
+    assert {(line["task"], line["decoder"], line["right"]) for line in lines} == {("counting", "AR", False)}
+
+    def interrupted(problem, text):
+        if problem == problems[1]:
+            raise KeyboardInterrupt
+        return True
+
+    with pytest.raises(KeyboardInterrupt):
+        command.evaluate(plan_of(tmp_path, Task("t", lambda limit, seed: [], interrupted)), Console(quiet=True))
+    (line,) = (tmp_path / "completions.jsonl").read_text().splitlines()
+    assert json.loads(line)["right"]
 
 
 def test_results_are_written_before_one_decode_is_shown(tmp_path, monkeypatch):

@@ -35,6 +35,13 @@ def test_a_stage_that_fails_is_told_and_the_others_still_run(tmp_path):
     assert text.count("FAILED") == 1 and "out of memory" in text
 
 
+def test_the_kernels_that_a_stage_took_stand_beside_its_figures(tmp_path):
+    says = "echo 'attention: xla, since no kernel passed its trial' >&2; echo 'attention is all' >&2"
+    run("--smoke", str(tmp_path / "gpu.md"), PYTHON=stand_in(tmp_path, says))
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.count("- attention: xla, since no kernel passed its trial\n") == STAGES and "is all" not in text
+
+
 def test_on_a_gpu_all_stages_together_get_less_than_eight_minutes(tmp_path):
     (tmp_path / "timeout").write_text('#!/usr/bin/env bash\necho "limit $2"\n')
     (tmp_path / "timeout").chmod(0o755)

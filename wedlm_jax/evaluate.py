@@ -33,13 +33,15 @@ from wedlm_jax.data.stdlib_code import code_files
 from wedlm_jax.data.tokenizer import encode_text, start_of_text
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.measured_windows import measured_in_use
+from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError, entry
+from wedlm_jax.evals import answers
 from wedlm_jax.evals.config import EvaluationConfig
 from wedlm_jax.evals.likelihood import bits_per_byte, recovery_by_ratio
 from wedlm_jax.evals.plots import plot_results
 from wedlm_jax.evals.problems import tasks_of
 from wedlm_jax.evals.questions import MatchFlag, QuestionsFlag, asked, refuse_both, scored_by
-from wedlm_jax.evals.show import bar_of, cut_short, device, ran, results_table
+from wedlm_jax.evals.show import bar_of, cut_short, device, gained_and_lost, ran, results_table
 from wedlm_jax.evals.show_texts import show_continuations, show_one_decode
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Row, Setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
@@ -82,7 +84,8 @@ class Evaluate:
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """With --model: prompts decoded at once."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where results.json and results.png go. If not given, with --exp WORKDIR/evaluation or beside it, with --model nowhere."""
+    """Where results.json, results.png and completions.jsonl go; with --exp WORKDIR/evaluation or beside it, with --model nowhere
+    unless it is given."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -196,13 +199,21 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
             console.print(f"bits per byte: left out, data.source={plan.experiment.data.source} has no files of code")
     if plan.experiment is not None and plan.config.masked_loss_rows:
         measured |= evaluate_masks(plan, plan.experiment, console)
-    with bar_of(sum(len(problems) for _, problems in plan.tasks) * len(plan.settings)) as (on_batch, _):
+    count = sum(len(problems) for _, problems in plan.tasks) * len(plan.settings)
+    with bar_of(count) as (advance, _), answers.kept_in(plan.out if plan.tasks else None) as write:
+
+        def on_batch(setting: Setting, task: Task, done: Sequence[tuple[Problem, Completion]]) -> None:
+            advance(setting, task, done)
+            write(setting, task, done)
+
         rows, completions = sweep(
             plan.models, plan.settings, plan.tasks, batch_size=plan.config.batch_size, on_batch=on_batch,
             on_task=lambda rows: keep(plan, rows),
         )  # fmt: skip
     if rows:
         console.print(results_table(rows, f"{plan.title}: batches of {plan.config.batch_size}, {device(plan.mesh)}"))
+    for line in gained_and_lost(rows):
+        console.print(line, markup=False, highlight=False)
     for line in cut_short(rows):
         console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows) | measured
@@ -281,6 +292,8 @@ def save(plan: Plan, rows: Sequence[Row], results: dict[str, Any], console: Cons
     if any(row.accuracy is not None for row in rows):
         save_figure(plan.out / "results.png", plot_results(rows, f"{plan.title} on {device(plan.mesh)}"))
         written.append("results.png")
+    if plan.tasks:
+        written.append(answers.NAME)
     tell_written(console, *(plan.out / name for name in written))
 
 

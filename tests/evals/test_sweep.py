@@ -14,6 +14,7 @@ from wedlm_jax.decode.loop import run
 from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.config import EvaluationConfig
+from wedlm_jax.evals.show import gained_and_lost
 from wedlm_jax.evals.sweep import ADAPTED, BASE, Setting, generate_rows, setting_by_setting, settings_of, sweep
 from wedlm_jax.evals.tasks import Task, task
 
@@ -150,7 +151,9 @@ def test_on_a_real_model_verified_equals_ar_and_no_timed_call_compiles(monkeypat
     monkeypatch.setattr("wedlm_jax.evals.sweep.generate_rows", watched)
     models, tasks = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}, [(task("word_problems"), problems)]
     done = []
-    rows, _ = sweep(models, settings, tasks, batch_size=2, on_batch=lambda setting, task, n: done.append(n))
+    rows, _ = sweep(
+        models, settings, tasks, batch_size=2, on_batch=lambda setting, task, batch: done.append(len(batch))
+    )
     assert [row.label for row in rows] == [s.label for s in settings]
     assert sum(done) == 5 * len(settings)
     verified = rows[-1]
@@ -176,6 +179,35 @@ def test_every_problem_of_every_task_draws_noise_of_its_own(batch_size):
     ids = [tuple(c.ids) for name in ("one", "another") for c in completions[name, "AR"]]
     assert len(set(ids)) == 6
     assert ids == [tuple(c.ids) for c in generate(tiny_model(), ["Once"] * 6, drawn.config)]
+
+
+def test_answers_are_gained_and_lost_beside_ar_on_the_same_questions(monkeypatch):
+    right = {"ar": "012", "streaming": "03"}
+
+    def answers(model, prompts, config, first_row):
+        texts = [model.tokenizer.decode(prompt).split()[-1] for prompt in prompts]
+        said = [text if text in right[config.decoder] else "?" for text in texts]
+        return [Completion([1], "stop", Stats(1, 1, 1), text) for text in said]
+
+    monkeypatch.setattr("wedlm_jax.evals.sweep.generate_rows", answers)
+    rows, _ = run_echo()
+    assert [(row.gained, row.lost) for row in rows] == [(None, None), (1, 2)]
+    (_, of_fast) = setting_by_setting(tiny_model(), [AR, FAST], [(ECHO, PROBLEMS)], batch_size=2)
+    assert (of_fast.rows[0].gained, of_fast.rows[0].lost) == (1, 2)
+    assert gained_and_lost(rows) == ["echo: answers gained and lost beside AR: fast +1 -2 (p = 1)"]
+
+
+def test_ar_of_adapted_weights_gains_and_loses_beside_that_of_the_base(monkeypatch):
+    models = {ADAPTED: tiny_model(), BASE: tiny_model(seed=1)}
+
+    def answers(model, prompts, config, first_row):
+        text = "0" if model is models[BASE] else "1"
+        return [Completion([1], "stop", Stats(1, 1, 1), text) for _ in prompts]
+
+    monkeypatch.setattr("wedlm_jax.evals.sweep.generate_rows", answers)
+    settings = [dataclasses.replace(AR, label="base", weights=BASE), AR, FAST]
+    rows, _ = sweep(models, settings, [(ECHO, PROBLEMS)], batch_size=2)
+    assert [(row.gained, row.lost) for row in rows] == [(None, None), (1, 1), (0, 0)]
 
 
 def test_rows_hold_the_settings_that_the_model_resolves(monkeypatch):

@@ -15,7 +15,7 @@ from wedlm_jax.decode.prompts import Verbatim, encode_prompt
 from wedlm_jax.decode.scores import score
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.errors import UserError
-from wedlm_jax.evals.sweep import Row, Setting, setting_by_setting
+from wedlm_jax.evals.sweep import OnBatch, Row, Setting, setting_by_setting
 from wedlm_jax.evals.tasks import Task, excerpt
 from wedlm_jax.model.handle import Model
 
@@ -142,7 +142,7 @@ def measure(
     references: Sequence[str] | None,
     *,
     batch_size: int,
-    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_batch: OnBatch = lambda setting, task, done: None,
     on_decoder: Callable[[OpenEnded], None] = lambda found: None,
 ) -> OpenEnded:
     """Every decoder on every prompt, level by level.
@@ -150,7 +150,7 @@ def measure(
     Args:
       settings: AR first, which the others are set against.
       references: what human text goes on with, for MAUVE; None leaves it out.
-      on_batch: told after every timed batch how many prompts it held.
+      on_batch: as of `sweep`.
       on_decoder: told after every setting what there is by then.
 
     Raises:

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
+from scipy.stats import binomtest
 
-from wedlm_jax.evals.sweep import Row, Setting
+from wedlm_jax.evals.sweep import OnBatch, Row, Setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.evals.tradeoff import Point
 from wedlm_jax.model.config import ModelConfig
@@ -31,7 +32,7 @@ P_CACHE_NOTE = (
 
 
 @contextlib.contextmanager
-def bar_of(completions: int) -> Iterator[tuple[Callable[[Setting, Task, int], None], Console]]:
+def bar_of(completions: int) -> Iterator[tuple[OnBatch, Console]]:
     """A bar on stderr while so many completions are decoded.
 
     Yields:
@@ -40,8 +41,8 @@ def bar_of(completions: int) -> Iterator[tuple[Callable[[Setting, Task, int], No
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=completions)
 
-        def on_batch(setting: Setting, task: Task, done: int) -> None:
-            progress.update(bar, advance=done, description=escape(f"{task.name}: {setting.label}"))
+        def on_batch(setting: Setting, task: Task, done: Sequence[object]) -> None:
+            progress.update(bar, advance=len(done), description=escape(f"{task.name}: {setting.label}"))
 
         yield on_batch, progress.console
 
@@ -91,6 +92,21 @@ def cut_short(rows: Sequence[Row]) -> list[str]:
         length = members[0].settings["max_new_tokens"]
         of = f"{task}: of {members[0].n} completions {counts} were cut at max_new_tokens={length}"
         lines.append(f"{of}; raise it where answers come later")
+    return lines
+
+
+def gained_and_lost(rows: Sequence[Row]) -> list[str]:
+    """A line for each task with the settings that answer other questions rightly than AR (AR of the adapted weights: than the
+    base's): on the same questions that tells apart what intervals may not. p is of the exact sign test (McNemar's)."""
+    lines = []
+    for task, group in itertools.groupby(rows, key=lambda row: row.task):
+        told = [
+            f"{row.label} +{row.gained} -{row.lost} (p = {binomtest(row.gained, row.gained + row.lost).pvalue:.2g})"
+            for row in group
+            if row.gained is not None and row.lost is not None and row.gained + row.lost
+        ]
+        if told:
+            lines.append(f"{task}: answers gained and lost beside AR: {'; '.join(told)}")
     return lines
 
 

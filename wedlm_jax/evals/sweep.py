@@ -35,6 +35,9 @@ class Setting:
     config: DecodeConfig
 
 
+OnBatch = Callable[[Setting, Task, Sequence[tuple[Problem, Completion]]], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One task under one setting. Ratios are of totals over all problems."""
@@ -60,6 +63,10 @@ class Row:
     # per forward, but for a last forward that ends with a draft, and for what a stop string cuts off. None where no drafts are
     # held against AR.
     accepted: list[float] | None = None
+    # Problems that are right here and wrong by AR of the same weights, and the other way round; of AR itself, beside AR of the
+    # base. None where there are no answers, or nothing to set it beside.
+    gained: int | None = None
+    lost: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +113,7 @@ def sweep(
     tasks: Sequence[tuple[Task, list[Problem]]],
     *,
     batch_size: int,
-    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_batch: OnBatch = lambda setting, task, done: None,
     on_task: Callable[[list[Row]], None] = lambda rows: None,
 ) -> tuple[list[Row], dict[tuple[str, str], list[Completion]]]:
     """Decodes every task's problems under every setting.
@@ -117,7 +124,7 @@ def sweep(
       tasks: each with its problems.
       batch_size: prompts a call; the last batch of a task is filled up with a repeated prompt that is not counted. Rows are
         numbered over the problems of all tasks, the same for every setting.
-      on_batch: told after every timed batch how many problems of the task it held.
+      on_batch: told after every timed batch which problems of the task it held, each with its completion.
       on_task: told after every task the rows so far.
 
     Returns:
@@ -140,9 +147,10 @@ def sweep(
         measured = {setting: measure(task, problems, setting, first_row) for setting in settings}
         first_row += len(problems)
         autoregressive = {s.weights: m for s, m in measured.items() if s.config.decoder == "ar"}
+        base = autoregressive.get(BASE)
         for setting, measurement in measured.items():
             reference = autoregressive.get(setting.weights)
-            rows.append(_row(task, problems, setting, measurement, reference, batch_size))
+            rows.append(_row(task, problems, setting, measurement, reference, base, batch_size))
             completions[task.name, setting.label] = measurement.completions
         on_task(rows)
     return rows, completions
@@ -162,7 +170,7 @@ def setting_by_setting(
     tasks: Sequence[tuple[Task, list[Problem]]],
     *,
     batch_size: int,
-    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_batch: OnBatch = lambda setting, task, done: None,
 ) -> Iterator[OfSetting]:
     """`sweep` in the other order, each setting as soon as it is measured, so that it can be shown and saved at once.
 
@@ -180,7 +188,7 @@ def setting_by_setting(
             first_row += len(problems)
         of_ar = of_ar or measured
         rows = [
-            _row(task, problems, setting, ours, ar, batch_size)
+            _row(task, problems, setting, ours, ar, None, batch_size)
             for (task, problems), ours, ar in zip(tasks, measured, of_ar, strict=True)
         ]
         yield OfSetting(setting, rows, [m.completions for m in measured])
@@ -215,12 +223,13 @@ class _WarmClock:
         problems: list[Problem],
         config: DecodeConfig,
         first_row: int,
-        on_batch: Callable[[int], None],
+        on_batch: Callable[[Sequence[tuple[Problem, Completion]]], None],
     ) -> Measurement:
         completions: list[Completion] = []
         seconds, timed_tokens = 0.0, 0
         for start in range(0, len(problems), self._batch_size):
-            prompts = [encode_prompt(model, p.prompt) for p in problems[start : start + self._batch_size]]
+            asked = problems[start : start + self._batch_size]
+            prompts = [encode_prompt(model, problem.prompt) for problem in asked]
             filled_up = prompts + [prompts[-1]] * (self._batch_size - len(prompts))
             width = (max(map(len, prompts)) - 1).bit_length()  # `generate` pads prompts to powers of two, no finer
             shape = (id(model), config.program(model.window_table), config.max_new_tokens, width)
@@ -231,8 +240,8 @@ class _WarmClock:
             batch = generate_rows(model, filled_up, config, first_row + start)
             seconds += time.perf_counter() - begun
             timed_tokens += sum(c.stats.generated_tokens for c in batch)
-            completions += batch[: len(prompts)]
-            on_batch(len(prompts))
+            completions += batch[: len(asked)]
+            on_batch([*zip(asked, batch, strict=False)])  # without what filled the batch up
         return Measurement(resolved(model, config), completions, timed_tokens / seconds)
 
 
@@ -242,12 +251,20 @@ def _row(
     setting: Setting,
     measured: Measurement,
     ar: Measurement | None,
+    base: Measurement | None,
     batch_size: int,
 ) -> Row:
     completions, n = measured.completions, len(problems)
-    correct = None
+    correct = gained = lost = None
     if task.score is not None:
-        correct = sum(task.score(p, c.text or "") for p, c in zip(problems, completions, strict=True))
+        right = _right(task.score, problems, measured)
+        correct = sum(right)
+        beside = base if measured is ar else ar
+        if beside is not None and beside is not measured:
+            others = _right(task.score, problems, beside)
+            gained, lost = (
+                sum(a and not b for a, b in zip(*two, strict=True)) for two in ((right, others), (others, right))
+            )
     low, high = (None, None) if correct is None else binomtest(correct, n).proportion_ci(method="wilson")
     equal = None if ar is None else sum(c.ids == a.ids for c, a in zip(completions, ar.completions, strict=True))
     stats = [completion.stats for completion in completions]
@@ -271,7 +288,13 @@ def _row(
         equal_to_ar=equal,
         unfinished=sum(c.finish_reason == "length" for c in completions),
         accepted=_accepted(completions),
+        gained=gained,
+        lost=lost,
     )
+
+
+def _right(score: Callable[[Problem, str], bool], problems: list[Problem], measured: Measurement) -> list[bool]:
+    return [score(problem, c.text or "") for problem, c in zip(problems, measured.completions, strict=True)]
 
 
 def _accepted(completions: Sequence[Completion]) -> list[float] | None:

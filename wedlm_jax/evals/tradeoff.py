@@ -14,7 +14,7 @@ from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.decode.config import DecodeConfig
 from wedlm_jax.decode.prompts import encode_prompt
 from wedlm_jax.evals.order import Order, filling_order
-from wedlm_jax.evals.sweep import ADAPTED, Row, Setting, generate_rows, setting_by_setting
+from wedlm_jax.evals.sweep import ADAPTED, OnBatch, Row, Setting, generate_rows, setting_by_setting
 from wedlm_jax.evals.tasks import Task
 from wedlm_jax.model.handle import Model
 
@@ -76,13 +76,13 @@ def measure(
     problems: list[Problem],
     *,
     batch_size: int,
-    on_batch: Callable[[Setting, Task, int], None] = lambda setting, task, done: None,
+    on_batch: OnBatch = lambda setting, task, done: None,
     on_point: Callable[[Row, list[Point]], None] = lambda ar, points: None,
 ) -> tuple[Row, list[Point]]:
     """AR, and every setting: exact match and speed from the compiled loop, the order of filling from a traced run.
 
     Args:
-      on_batch: told after every timed batch how many problems it held.
+      on_batch: as of `sweep`.
       on_point: told after every setting what there is by then: AR, and the points.
     """
     ar = Setting("AR", ADAPTED, settings[0].config.by("ar"))
