@@ -168,6 +168,11 @@ def test_bad_fields_are_named(fields, message, tmp_path):
             of_peft.from_peft({field: value for field, value in PLAIN.items() if field != name}, tmp_path)
 
 
+@pytest.mark.parametrize("nothing", [None, False, [], {}])
+def test_an_unknown_field_that_asks_for_nothing_is_plain_lora(nothing, tmp_path):
+    assert of_peft.from_peft(PLAIN | {"use_future": nothing}, tmp_path) == of_peft.from_peft(PLAIN, tmp_path)
+
+
 @pytest.mark.parametrize("initial", ["gaussian", "orthogonal"])
 def test_initial_values_that_leave_the_base_as_it_is_are_plain_lora(initial, tmp_path):
     assert of_peft.from_peft(PLAIN | {"init_lora_weights": initial}, tmp_path) == of_peft.from_peft(PLAIN, tmp_path)

@@ -132,6 +132,16 @@ def test_choosing_takes_the_tokenizers_mask_then_the_first_free_row():
     assert choose_mask_token_id(CONFIG, None, 3) == 3
 
 
+def test_where_no_row_is_free_a_reserved_token_is_the_mask(copy_of):
+    reserved = [f"<|reserved_special_token_{i}|>" for i in (0, 1)]
+    full = tokenizer(217, additional_special_tokens=["<|end|>", *reserved])
+    assert choose_mask_token_id(CONFIG, full) == 218 == full.convert_tokens_to_ids(reserved[0])
+    assert choose_mask_token_id(CONFIG, full, 219) == 219
+    with pytest.raises(UserError, match=r"mask_token_id=217 is the real token '<\|end\|>'"):
+        choose_mask_token_id(CONFIG, full, 217)
+    assert choose_mask_token_id(CONFIG, tokenizer(additional_special_tokens=reserved)) == 202
+
+
 def test_a_token_above_a_hole_in_the_vocabulary_is_a_real_one():
     backend = Tokenizer(models.WordLevel({"w0": 0, "far": 210}, unk_token="w0"))
     with pytest.raises(UserError, match="mask_token_id=210 is the real token 'far'"):

@@ -3,6 +3,7 @@
 import json
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -312,6 +313,25 @@ def test_a_hub_failure_is_one_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(UserError, match=r"owner/name: no such directory, and not fetched .*\(no route\)") as error:
+        load_hf("owner/name")
+    one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("GatedRepoError", "accept terms: do so at https://huggingface.co/owner/name, then log in by hf auth login"),
+        ("RepositoryNotFoundError", "no such repository of the Hugging Face hub that you may read; mend the name, or"),
+    ],
+)
+def test_a_repository_that_may_not_be_read_is_told_with_the_mend(kind, message, monkeypatch):
+    import huggingface_hub
+
+    def fail(*args, **kwargs):
+        raise getattr(huggingface_hub.errors, kind)("401 Client Error", response=mock.Mock())
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError, match=f"^owner/name: .*{message}") as error:
         load_hf("owner/name")
     one_line(error)
 

@@ -73,10 +73,21 @@ def fetch_model(hub_id: str) -> Path:
 
 def _fetch(hub_id: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         # A pattern without a slash matches in folders too, as of checkpoints that a trainer left there: gigabytes each.
         return Path(snapshot_download(hub_id, allow_patterns=list(patterns), ignore_patterns=[f"*/{WEIGHTS}"]))
+    except GatedRepoError:
+        raise UserError(
+            f"{hub_id}: its owner asks you to accept terms: do so at https://huggingface.co/{hub_id}, then log in by hf auth "
+            "login, or set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(
+            f"{hub_id}: no such directory, and no such repository of the Hugging Face hub that you may read; mend the name, or, "
+            "where it is private, log in by hf auth login, or set HF_TOKEN"
+        ) from None
     except Exception as error:  # the hub's own errors, and those of three network layers below it
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"{hub_id}: no such directory, and not fetched from the Hugging Face hub ({reason})") from None

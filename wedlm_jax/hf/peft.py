@@ -85,7 +85,9 @@ def from_peft(raw: Mapping[str, Any], file: Path, tensors: Iterable[str] = ()) -
     read = ("peft_type", "r", "lora_alpha", "target_modules")
     if missing := [name for name in read if name not in raw]:
         raise UserError(f"{file}: missing field {', '.join(missing)}; is it an adapter that PEFT wrote?")
-    if unknown := sorted(raw.keys() - NEUTRAL.keys() - DESCRIPTIVE - set(read)):
+    # Later versions write fields of their own, most of them as nothing.
+    asked = {name for name, value in raw.items() if value not in (None, False, [], {})}
+    if unknown := sorted(asked - NEUTRAL.keys() - DESCRIPTIVE - set(read)):
         raise UserError(
             f"{file}: {unknown[0]} is not a field of LoRA in PEFT 0.19, so what it asks for is not known here"
         )

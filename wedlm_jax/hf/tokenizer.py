@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -32,6 +33,8 @@ GENERATION_FILE = "generation_config.json"
 
 # What the official engine (model_runner.py) takes where a `wedlm` checkpoint names no mask id, as Tencent's need not.
 OFFICIAL_MASK_TOKEN_ID = 151_665
+# Tokens that are there for uses to come: Llama 3 has some 250, and no row beyond them.
+_RESERVED = re.compile(r"<\|reserved_special_token_[0-9]+\|>")
 
 
 def tokenizer_in(directory: Path) -> Any | None:
@@ -137,7 +140,8 @@ def resolve_mask_token_id(
 
 
 def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: int | None = None) -> int:
-    """The mask id for an AR base that is to be adapted: `requested`, else the tokenizer's own, else the first free row.
+    """The mask id for an AR base that is to be adapted: `requested`, else the tokenizer's own, else the first free row, else the
+    first token that is reserved for uses to come, as Llama 3's `<|reserved_special_token_0|>`.
 
     Raises:
       UserError: `requested` is a real token or not a row of the vocabulary; or no row is free. (Qwen2.5 and Qwen3 pad
@@ -155,23 +159,26 @@ def choose_mask_token_id(config: ModelConfig, tokenizer: Any | None, requested: 
     if tokenizer.mask_token_id is not None:
         return _require_in_vocabulary(tokenizer.mask_token_id, config, "the tokenizer's mask token")
     first_free = vocabulary_rows(tokenizer)
-    if first_free >= config.vocab_size:
+    if first_free < config.vocab_size:
+        return first_free
+    reserved = [i for i, token in tokenizer.added_tokens_decoder.items() if _RESERVED.fullmatch(token.content)]
+    if not reserved:
         raise UserError(
             f"no free row for a mask token: the tokenizer fills all vocab_size={config.vocab_size} rows; "
             "name a token that your text never has as the tokenizer's mask token (mask_token in tokenizer_config.json), or "
             "enlarge the vocabulary with transformers (model.resize_token_embeddings); an adapter of mask rows needs none"
         )
-    return first_free
+    return _require_in_vocabulary(min(reserved), config, "the tokenizer's first reserved token")
 
 
 def real_token(tokenizer: Any | None, token_id: int) -> str | None:
-    """The text of `token_id` where it is a token of the tokenizer that is not meant as a mask."""
+    """The text of `token_id` where it is a token of the tokenizer that is neither meant as a mask nor reserved."""
     if tokenizer is None or token_id == tokenizer.mask_token_id:
         return None
     token = tokenizer.convert_ids_to_tokens(token_id)
     added = tokenizer.added_tokens_decoder.get(token_id)
     meant_as_mask = added is not None and added.special and "mask" in added.content.lower()
-    return None if meant_as_mask else token
+    return None if meant_as_mask or _RESERVED.fullmatch(token or "") else token
 
 
 def _require_in_vocabulary(token_id: Any, config: ModelConfig, name: str) -> int:
