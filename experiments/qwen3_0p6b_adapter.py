@@ -33,7 +33,7 @@ def qwen3_0p6b_adapter() -> Experiment:
         model=dataclasses.replace(
             sft.model, remat="full", param_dtype="bfloat16", adapter=AdapterConfig(rank=8, alpha=16.0)
         ),
-        data=dataclasses.replace(sft.data, row_length=2048),
+        data=dataclasses.replace(sft.data, row_length=2048, pack_together=32),
         objective=ObjectiveConfig(
             block_size=32, ar_loss_weight=0, fully_masked=0.3, suffix_masked=0.3, targets="distill"
         ),

@@ -36,7 +36,7 @@ def qwen3_0p6b_sft() -> Experiment:
             dtype="bfloat16",
             remat="attention",
         ),
-        data=DataConfig(source="chat", row_length=4096, num_groups=8),
+        data=DataConfig(source="chat", row_length=4096, num_groups=8, pack_together=8),
         objective=ObjectiveConfig(block_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-6, warmup_ratio=0.03, final_fraction=0.1),
         train=TrainConfig(steps=2000, batch_size=64, micro_batches=8, checkpoint_every=250),

@@ -50,6 +50,7 @@ def qwen3_8b_cpt() -> Experiment:
             ),
             row_length=4096,
             num_groups=64,  # any number of hosts that divides it
+            pack_together=16,
             num_workers=8,
         ),
         objective=ObjectiveConfig(block_size=32),

@@ -29,7 +29,7 @@ def sft() -> Experiment:
     return Experiment(
         name="sft",
         model=ModelOverrides(remat="full"),
-        data=DataConfig(source="chat", row_length=2048),
+        data=DataConfig(source="chat", row_length=2048, pack_together=4),
         objective=ObjectiveConfig(block_size=32),
         optimizer=OptimizerConfig(learning_rate=3e-6, warmup_ratio=0.03, final_fraction=0.1),
         train=TrainConfig(steps=1000, batch_size=16, checkpoint_every=250, eval_every=250),

@@ -490,6 +490,7 @@ def part(**fields):
             "data.self_generated is set, which answers the last prompt of a conversation alone",
         ),
         (lambda: DataConfig(num_groups=0), "data.num_groups=0 must be at least 1"),
+        (lambda: DataConfig(pack_together=0), "data.pack_together=0 must be at least 1"),
         (lambda: DataConfig(num_workers=-1), "data.num_workers=-1 must be at least 0"),
     ],
 )  # fmt: skip

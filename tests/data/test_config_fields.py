@@ -78,6 +78,7 @@ CHANGES = {
     "end_token": ({"source": "text", "path": "text.jsonl"}, {"end_token": "<|im_start|>"}),
     "loss_on_turns": (PART, {"loss_on_turns": "last"}),
     "num_groups": (PART, {"num_groups": 2}),
+    "pack_together": (PART, {"pack_together": 2}),
 }
 ELSEWHERE = {
     "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",

@@ -83,11 +83,12 @@ def test_the_numbers_are_those_of_the_batches(path):
     assert sum(int(bar[1]) for bar in bars) == 20
 
 
-def test_the_rows_are_those_of_training_where_its_batches_have_groups(path):
-    config = config_of(path, on_bad_record="skip", num_groups=2)
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_rows_are_those_of_training_where_its_batches_have_groups(together, path):
+    config = config_of(path, on_bad_record="skip", num_groups=2, pack_together=together)
     documents = Documents(config, tokenizer(), 0, "train")
-    found = inspect(documents, 1000, num_groups=2, **SHAPE | {"num_rows": 1})
-    assert len(found.batches) > 3 and len(found.lengths) == 20
+    found = inspect(documents, 1000, num_groups=2, together=together, **SHAPE | {"num_rows": 1})
+    assert len(found.batches) > 2 and len(found.lengths) == 20
     training = stream(config, batch_size=2)
     for batch in found.batches[:-1]:
         assert digest(batch) == digest(next(training))

@@ -86,6 +86,49 @@ def test_a_resumed_stream_equals_the_uninterrupted_one(files, uninterrupted, kin
             assert (digest(batch), iterator.get_state(), iterator.skipped_records) == expected[place]
 
 
+@pytest.mark.parametrize("kind", ["chat", "text"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_stream_goes_on_in_the_middle_of_batches_that_are_packed_together(files, kind, groups):
+    def begin(**others):
+        return stream(config(files, kind, num_groups=groups, pack_together=3), **others)
+
+    def after_a_batch(iterator):
+        return digest(next(iterator)), iterator.get_state(), iterator.skipped_records, iterator.records_read
+
+    whole = begin()
+    expected = [after_a_batch(whole) for _ in range(8)]
+    assert [state["handed_out"][0] for _, state, _, _ in expected] == [1, 2, 0, 1, 2, 0, 1, 2]
+    read = [records for *_, records in expected]
+    assert read == sorted(read)
+    for place in range(1, 8):
+        for resumed in (begin(), whole):
+            resumed.set_state(json.loads(json.dumps(expected[place - 1][1])))
+            assert after_a_batch(resumed) == expected[place]
+    parts = [begin(process_index=i, process_count=2) for i in range(2)] if groups == 4 else []
+    for one, _, _, _ in expected if parts else []:
+        assert digest(PackedBatch.joined([next(part) for part in parts])) == one
+
+
+def test_batches_that_are_packed_together_are_the_rows_of_one_and_pad_less(files):
+    together = stream(config(files, "chat", pack_together=5), batch_size=2)
+    at_once = stream(config(files, "chat"), batch_size=10)
+    apart = stream(config(files, "chat"), batch_size=2)
+    empty = {}
+    for _ in range(3):
+        five, (ten, two) = [next(together) for _ in range(5)], (next(at_once), [next(apart) for _ in range(5)])
+        assert digest(PackedBatch.joined(five)) == digest(PackedBatch.joined(ten.dealt(5)))
+        for name, parts in (("together", five), ("apart", two)):
+            empty[name] = empty.get(name, 0) + sum((part.segment_ids == 0).sum() for part in parts)
+    assert empty["together"] < 0.8 * empty["apart"]
+
+
+def test_held_out_batches_read_no_more_than_they_hold(files):
+    data = config(files, "chat", pack_together=50, held_out_share=0.5)
+    alone = config(files, "chat", held_out_share=0.5)
+    one, other = (stream(which, split="held_out", batch_size=1) for which in (data, alone))
+    assert digest(next(one)) == digest(next(other)) and one.get_state() == other.get_state()
+
+
 def test_bad_records_are_counted_and_the_count_is_part_of_the_state(uninterrupted):
     counts = [skipped for _, _, skipped in uninterrupted["text", 1]]
     assert counts == sorted(counts) and counts[-1] >= 2
@@ -221,7 +264,7 @@ def test_a_source_whose_number_of_records_changed_is_refused_by_name_and_an_olde
         UserError, match="changed.jsonl had 40 records when the .* has 39 now, .*; put it back .*init_from="
     ):
         stream(mixture).set_state(state)
-    stream(mixture).set_state({name: value for name, value in state.items() if name != "records"})
+    stream(mixture).set_state({name: value for name, value in state.items() if name not in ("records", "handed_out")})
     changed.write_text("\n".join(lines) + "\n")
     resumed = stream(mixture)
     resumed.set_state(json.loads(json.dumps(state)))
@@ -292,6 +335,7 @@ def test_stdlib_code_batches_are_those_of_the_first_release(tmp_path):
         ({"next_example": ["a"], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
         ({"next_example": [-3], "next_piece": [0], "skipped_records": [0]}, "of an earlier version or damaged"),
         ({"next_example": [3], "next_piece": [0], "skipped_records": [0], "records": [40, 1]}, "or damaged"),
+        ({"next_example": [3], "next_piece": [0], "skipped_records": [0], "handed_out": [1]}, "or damaged"),
         (
             {"next_example": [3, 4], "next_piece": [0, 0], "skipped_records": [0, 0]},
             "is of 2 groups, and data.num_groups=1",

@@ -59,6 +59,7 @@ def main() -> None:
         documents,
         flags.documents,
         num_groups=experiment.data.num_groups,
+        together=experiment.data.pack_together,
         num_rows=max(experiment.train.batch_size // experiment.data.num_groups, 1),
         row_length=experiment.data.row_length,
         block_size=experiment.objective.block_size,

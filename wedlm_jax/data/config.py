@@ -163,10 +163,13 @@ class DataConfig(SourceConfig):
     chat_template_kwargs: str | None = None
     on_bad_record: Literal["error", "skip"] = "error"  # skip counts what it skips (`skipped_records` in the metrics)
     num_groups: int = 1  # parts of a batch that are packed apart; the number of processes must divide it
+    # Batches that are packed at once, and read before the first step. More leave less padding where a group has few rows
+    # (train.batch_size / num_groups): the first document that fits none of them closes them
+    pack_together: int = 1
     num_workers: int = 0  # processes that read and tokenize; 0: a thread of this one. The batches are the same
 
     def __post_init__(self) -> None:
-        for field in ("row_length", "num_problems", "num_end_tokens", "num_groups", "num_workers"):
+        for field in ("row_length", "num_problems", "num_end_tokens", "num_groups", "pack_together", "num_workers"):
             least = 0 if field == "num_workers" else 1
             if getattr(self, field) < least:
                 raise UserError(f"data.{field}={getattr(self, field)} must be at least {least}")

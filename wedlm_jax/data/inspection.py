@@ -58,6 +58,7 @@ def inspect(
     count: int,
     *,
     num_groups: int = 1,
+    together: int = 1,
     num_rows: int,
     row_length: int,
     block_size: int,
@@ -66,7 +67,7 @@ def inspect(
     """Reads the stream up to `count` documents of its split, or one epoch, and packs them.
 
     Args:
-      num_groups: parts of a batch that are packed apart, as of `PackedBatches`.
+      num_groups, together: parts of a batch that are packed apart, and batches that are packed at once, as of `PackedBatches`.
       num_rows: of each of them.
 
     Raises:
@@ -83,20 +84,20 @@ def inspect(
         skipped += [document.skipped] if document.skipped is not None else []
         if found == count:
             break
-    shape = {"num_rows": num_rows, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id}
-    packed = [_packed(examples, shape) for examples in groups]
-    full = max(min(map(len, packed)) - 1, 0)
+    shape = {"row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id}
+    packed = [_packed(examples, together, {"num_rows": together * num_rows, **shape}) for examples in groups]
+    full = max(min(map(len, packed)) - together, 0)
     batches = [PackedBatch.joined([parts[number] for parts in packed]) for number in range(full)]
     if rest := [part for parts in packed for part in parts[full:]]:
         batches.append(PackedBatch.joined(rest))
     return Inspection(batches, [len(one.tokens) for examples in groups for one in examples], skipped, found, seen)
 
 
-def _packed(examples: Sequence[Example], shape: Mapping[str, int]) -> list[PackedBatch]:
+def _packed(examples: Sequence[Example], together: int, shape: Mapping[str, int]) -> list[PackedBatch]:
     batches, done = [], 0
     while done < len(examples):
         batch, count = pack(itertools.islice(examples, done, None), **shape)
-        batches.append(batch)
+        batches += batch.dealt(together)
         done += count
     return batches
 

@@ -34,6 +34,10 @@ class PackedBatch:
         """The rows of all parts, in their order."""
         return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
+    def dealt(self, count: int) -> list[PackedBatch]:
+        """Its rows to so many batches in turn: with first-fit the first ones hold the shorter documents."""
+        return [PackedBatch(**{name: x[first::count] for name, x in vars(self).items()}) for first in range(count)]
+
     def first_rows(self, count: int) -> PackedBatch:
         return PackedBatch(**{name: x[:count] for name, x in vars(self).items()})
 

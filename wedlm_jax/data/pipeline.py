@@ -36,18 +36,19 @@ _OTHER_SHARE: Mapping[Split, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the next batch of a group starts in the stream of documents."""
+    """Where the batches of a group that are packed together start in the stream of documents, and which of them comes next."""
 
     next_example: int  # index of the document
     next_piece: int = 0  # the first of its pieces that is not in a batch yet
     skipped_records: int = 0  # bad records of this group before it
+    handed_out: int = 0  # of these batches
 
 
 class PackedBatches(Iterator[PackedBatch]):
-    """An endless iterator over this process's rows of the batches; the next one is packed while the last one is used.
+    """An endless iterator over this process's rows of the batches; the next ones are packed while the last ones are used.
 
-    Document i of the stream belongs to group i modulo the number of groups, and every group fills rows of its own. So
-    a batch is the same however many processes share the groups.
+    Document i of the stream belongs to group i modulo the number of groups, and every group fills rows of its own, those of
+    `together` batches at once. So a batch is the same however many processes share the groups.
 
     Raises:
       UserError: on `next`, a bad record, or a split without documents; in training, a part of a mixture without any.
@@ -63,34 +64,45 @@ class PackedBatches(Iterator[PackedBatch]):
         row_length: int,
         block_size: int,
         pad_token_id: int,
+        together: int = 1,
         num_workers: int = 0,
     ):
         self._reader, self._documents = Reader(documents, num_workers, len(groups)), documents
         self._groups, self._num_groups = groups, num_groups
         self._pack = {
-            "num_rows": rows_per_group, "row_length": row_length, "block_size": block_size, "pad_token_id": pad_token_id,
+            "num_rows": together * rows_per_group, "row_length": row_length, "block_size": block_size,
+            "pad_token_id": pad_token_id,
         }  # fmt: skip
-        self._places = [Place(group) for group in groups]  # after the batches that were handed out
+        self._together = together
+        self._places = [Place(group) for group in groups]  # of the batch that comes next
+        self._left: collections.deque[PackedBatch] = collections.deque()  # packed from there, and not handed out
+        self._following = self._places  # behind what was packed from there
         self._pending: list[_Pending] | None = None
         self._skipped: list[str] = []  # place and reason of the first bad record
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "wedlm_jax.data")
-        self._ahead: concurrent.futures.Future[tuple[PackedBatch, list[Place]]] | None = None
+        self._ahead: concurrent.futures.Future[tuple[list[PackedBatch], list[Place]]] | None = None
 
     def __next__(self) -> PackedBatch:
-        ahead = self._ahead or self._thread.submit(self._make)
-        self._ahead = None
-        try:
-            batch, self._places = ahead.result()
-        except BaseException:
-            self._pending = None  # begin again at the places; a bad record is told again
-            raise
-        self._ahead = self._thread.submit(self._make)
+        if not self._left:
+            ahead = self._ahead or self._thread.submit(self._make)
+            self._ahead = None
+            try:
+                packed, self._following = ahead.result()
+            except BaseException:
+                self._pending = None  # begin again at the places; a bad record is told again
+                raise
+            self._left.extend(packed[self._places[0].handed_out :])
+            self._ahead = self._thread.submit(self._make)
+        batch = self._left.popleft()
+        self._places = [dataclasses.replace(p, handed_out=p.handed_out + 1) for p in self._places]
+        if not self._left:
+            self._places = self._following
         return batch
 
     @property
     def skipped_records(self) -> int:
         """Bad records that were left out of the batches handed out so far, of this process's groups; 0 under "error"."""
-        return sum(place.skipped_records for place in self._places)
+        return self._so_far([p.skipped_records for p in self._places], [p.skipped_records for p in self._following])
 
     @property
     def first_skipped(self) -> str | None:
@@ -100,7 +112,12 @@ class PackedBatches(Iterator[PackedBatch]):
     @property
     def records_read(self) -> int:
         """Records that this process's groups read for the batches handed out so far; those of the other split are among them."""
-        return sum(place.next_example // self._num_groups for place in self._places)
+        here, behind = ([p.next_example // self._num_groups for p in ps] for ps in (self._places, self._following))
+        return self._so_far(here, behind)
+
+    def _so_far(self, here: Sequence[int], behind: Sequence[int]) -> int:
+        """A sum over the groups: of what is packed together each batch has its share."""
+        return sum(here) + (sum(behind) - sum(here)) * self._places[0].handed_out // self._together
 
     @property
     def epochs(self) -> list[float]:
@@ -138,10 +155,13 @@ class PackedBatches(Iterator[PackedBatch]):
           UserError: the state is of another number of groups or of records, of an earlier version or damaged.
         """
         names = [field.name for field in dataclasses.fields(Place)]
+        if isinstance(state, dict) and isinstance(firsts := state.get(names[0]), list):
+            state = {"handed_out": [0] * len(firsts), **state}  # which earlier versions did not write
         # `get_state` does not give them.
         records = state.get(RECORDS, self.records) if isinstance(state, dict) else None
         lists = [records, *(state.get(name) for name in names)] if isinstance(state, dict) else [None]
         good = all(isinstance(one, list) and all(type(x) is int and x >= 0 for x in one) for one in lists)
+        good = good and all(x < self._together for x in state["handed_out"]) and len({*state["handed_out"]}) <= 1
         if not good or records is None or len(records) != len(self.records):
             raise UserError(
                 "the saved place in the data is of an earlier version or damaged (data, in the newest of checkpoints); "
@@ -155,10 +175,12 @@ class PackedBatches(Iterator[PackedBatch]):
         if self._ahead is not None:
             concurrent.futures.wait([self._ahead])
         self._ahead = self._pending = None
+        self._left.clear()
         self._skipped[:] = [state[FIRST_SKIPPED]] if state.get(FIRST_SKIPPED) else []
         self._places = [Place(*(state[name][group] for name in names)) for group in self._groups]
+        self._following = self._places
 
-    def _make(self) -> tuple[PackedBatch, list[Place]]:
+    def _make(self) -> tuple[list[PackedBatch], list[Place]]:
         if self._pending is None:
             self._pending = [
                 _Pending(_examples(self._reader, self._documents, place, self._num_groups, self._skipped))
@@ -168,9 +190,9 @@ class PackedBatches(Iterator[PackedBatch]):
         for pending in self._pending:
             batch, count = pack(pending, **self._pack)
             pending.take(count)
-            parts.append(batch)
+            parts.append(batch.dealt(self._together))
         places = [pending.place for pending in self._pending]
-        return parts[0] if len(parts) == 1 else PackedBatch.joined(parts), places
+        return [PackedBatch.joined(of_groups) for of_groups in zip(*parts, strict=True)], places
 
 
 class _Pending:
@@ -299,4 +321,5 @@ def batches(
         groups=range(process_index * own, (process_index + 1) * own), num_groups=config.num_groups,
         rows_per_group=batch_size // config.num_groups, row_length=config.row_length, block_size=block_size,
         pad_token_id=padding_id(tokenizer), num_workers=config.num_workers,
+        together=config.pack_together if split == "train" else 1,  # of held-out documents few rows are wanted
     )  # fmt: skip
