@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from wedlm_jax.hf.shards import StoredTensors
+from wedlm_jax.hf.turning import copy_turned
 from wedlm_jax.hf.weight_map import Row, rows
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.parameters import param_axes, param_shapes
@@ -53,7 +54,7 @@ def read_part(tensors: StoredTensors, row: Row, config: ModelConfig, part: Part)
     sizes = tuple(cut.stop - cut.start for cut in part)
     stacked = np.empty((len(names), *sizes), jnp.dtype(config.param_dtype))
     for layer, name in zip(stacked, names, strict=True):
-        layer[...] = row.part_from_hf(tensors.read_part(name, row.hf_part(part, config)), sizes)
+        copy_turned(layer, row.part_from_hf(tensors.read_part(name, row.hf_part(part, config)), sizes))
     return stacked if row.stacked else stacked[0]
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.hf.config import read_json, write_hf_json
+from wedlm_jax.hf.turning import contiguous
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -175,7 +176,7 @@ def write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:
         out.write(len(encoded).to_bytes(8, "little"))
         out.write(encoded)
         for tensor in tensors:
-            data = np.ascontiguousarray(tensor.load(), dtype=tensor.dtype)
+            data = contiguous(np.asarray(tensor.load(), dtype=tensor.dtype))
             assert data.shape == tensor.shape, (tensor.name, data.shape, tensor.shape)
             out.write(data.view(np.uint8).data)
 

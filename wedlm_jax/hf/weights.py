@@ -17,6 +17,7 @@ from wedlm_jax.hf.hub import fetch_model, is_hub_id
 from wedlm_jax.hf.sharded import read_sharded, same_tensors
 from wedlm_jax.hf.shards import StoredTensors, mismatches, names_on_one_line, require_contents
 from wedlm_jax.hf.tokenizer import resolve_eos_token_ids, resolve_mask_token_id, tokenizer_in
+from wedlm_jax.hf.turning import copy_turned
 from wedlm_jax.hf.weight_map import EMBEDDING, HEAD, rows
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import Model
@@ -103,7 +104,7 @@ def _read_whole(tensors: StoredTensors, config: ModelConfig) -> dict[str, jax.Ar
         names = row.names(config)
         stacked = np.empty((len(names), *row.our_shape(config)), dtype)
         for part, name in zip(stacked, names, strict=True):
-            part[...] = row.from_hf(tensors.read(name), config)
+            copy_turned(part, row.from_hf(tensors.read(name), config))
         params[row.ours] = jnp.asarray(stacked if row.stacked else stacked[0])
     return params
 
