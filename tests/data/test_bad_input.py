@@ -17,6 +17,7 @@ from tests.data.tiny import chat, config_of, stream, tokenizer, write_lines
 from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example, check_mask
+from wedlm_jax.data.json_lines import JsonLines
 from wedlm_jax.data.pipeline import PackedBatches
 from wedlm_jax.data.records import BadRecord
 from wedlm_jax.data.split import split_by_hash
@@ -280,6 +281,13 @@ def test_a_split_without_documents_ends_and_says_which(tmp_path, split, share, m
     path = write_lines(tmp_path / "chat.jsonl", GOOD)
     with pytest.raises(UserError, match=message):
         next(stream(config_of(path, held_out_share=share), split=split))
+
+
+def test_where_nothing_is_held_out_that_is_told_before_a_record_is_read(tmp_path, monkeypatch):
+    path = write_lines(tmp_path / "chat.jsonl", GOOD)
+    monkeypatch.setattr(JsonLines, "fetch", lambda *_: pytest.fail("read a record"))
+    with pytest.raises(UserError, match="the held-out split holds no document; raise data.held_out_share"):
+        Documents(config_of(path, held_out_share=0), tokenizer(), 0, "held_out")
 
 
 def test_a_single_held_out_document_comes_to_every_group_however_long_it_takes(tmp_path):

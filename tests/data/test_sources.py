@@ -469,6 +469,19 @@ def test_hf_dataset_from_disk_and_by_split(tmp_path):
     assert epoch(config_of(tmp_path / "files", "hf_dataset")) == chat_texts(CHATS)
 
 
+def test_a_worker_process_does_not_ask_the_hub_for_an_hf_dataset_again(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets", reason="an optional extra: pip install datasets")
+    (tmp_path / "files").mkdir()
+    write_lines(tmp_path / "files" / "train.jsonl", CHATS)
+    documents = Documents(config_of(tmp_path / "files", "hf_dataset"), tokenizer(), 0, "train")
+    sent = pickle.dumps(documents)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("opened again"))
+    received = pickle.loads(sent)
+    assert [received[i].examples[0].tokens.tolist() for i in range(3)] == [
+        documents[i].examples[0].tokens.tolist() for i in range(3)
+    ]
+
+
 @pytest.mark.parametrize("form", [("arrow", None), ("numpy", None), ("python", ["number"])])
 def test_an_hf_dataset_is_read_as_it_is_whatever_format_it_was_saved_in(tmp_path, form):
     datasets = pytest.importorskip("datasets", reason="an optional extra: pip install datasets")

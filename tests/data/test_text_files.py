@@ -41,7 +41,7 @@ def test_opening_a_long_text_file_reads_little_of_it(tmp_path):
     def read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
 
-    source, before = TextFile(tmp_path / "long.txt"), read()
+    source, before = TextFile(tmp_path / "long.txt", 128), read()
     assert len(source) == 33 and read() - before < 300_000
 
 
@@ -168,6 +168,12 @@ def test_the_end_token_closes_a_long_file_once(long_file):
     documents = Documents(config_of(long_file, "text"), tokenizer(), 0, "train")
     pieces = [document.examples[-1].tokens for document in (documents[i] for i in range(documents.epoch))]
     assert sum(tokens[-1] == tokenizer().eos_token_id for tokens in pieces) == 1
+
+
+def test_a_text_that_is_long_enough_fills_a_row_however_long_rows_are(tmp_path):
+    (tmp_path / "a.txt").write_text("the cat sat on a mat and saw one red bird in the tall tree by the lake\n" * 12_000)
+    documents = Documents(config_of(tmp_path / "a.txt", "text", row_length=30_000), tokenizer(), 0, "train")
+    assert max(len(one.tokens) for i in range(documents.epoch) for one in documents[i].examples) == 30_000
 
 
 def test_groups_read_different_places_of_one_long_file(long_file):

@@ -51,14 +51,16 @@ class Documents:
     `num_groups`, and every group mixes the parts on its own, so its rows have the shares of the mixture too.
 
     Raises:
-      UserError: a source cannot be opened, a `document_end_id` is no token; on access, a bad record under
-        `on_bad_record="error"`.
+      UserError: a source cannot be opened, a `document_end_id` is no token, nothing is held out where `split` asks for that; on
+        access, a bad record under `on_bad_record="error"`.
     """
 
     def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, split: Split):
         self._config, self.split, self._seed = config, split, seed
         self._tokenizer = with_end_token(with_chat_template(tokenizer, config), config.end_token)
         self._check_document_ends()
+        if split == "held_out" and not config.share_held_out and not any(part.splits_itself for part in config.parts):
+            raise UserError("the held-out split holds no document; raise data.held_out_share")
         self._sources = [open_source(part, config, split, seed, self._tokenizer) for part in config.parts]
         # Whether each source holds documents of this split and of no other.
         self._alone = [part.splits_itself for part in config.parts]

@@ -41,6 +41,7 @@ _EMPTY: Mapping[str, str] = {  # what is said where all files are; among others 
 }
 _SYNTAX = (".csv", ".tsv", ".json")  # how a plain text ends that may not be meant as one
 _SECTION = 1 << 16  # bytes of a plain text that are a document, and what is left of their last line
+_ROW_BYTES = 8  # or, of long rows, so many for each of its tokens, which are four bytes or less: it fills a row
 
 
 def open_source(
@@ -117,7 +118,7 @@ def _open_file(file: Path, part: SourceConfig, row_length: int, on_disk: bool) -
     if part.source == "csv":
         return CsvTable(str(file), part, on_disk)
     lines = json_lines_beside_text(file, part, on_disk)
-    return TextFile(file) if lines is None else lines
+    return TextFile(file, row_length) if lines is None else lines
 
 
 class Joined:
@@ -151,8 +152,8 @@ class TextFile:
     """One file of plain text or code. A long one is many documents, sections that end at line ends: so its parts are shuffled,
     shared out to the groups and held out as files are, and tokenized one at a time. An empty one is none."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, row_length: int):
+        self._path, self._section = path, max(_SECTION, _ROW_BYTES * row_length)
         self._ends: list[int] | None = None  # bytes up to the end of each section
 
     def __len__(self) -> int:
@@ -164,7 +165,7 @@ class TextFile:
     def fetch(self, index: int) -> bytes:
         start = self._start(index)
         # A buffer of its own size: a network disk's may be megabytes, of which a section would take one and leave the rest.
-        with reading(self._path), self._path.open("rb", buffering=_SECTION) as file:
+        with reading(self._path), self._path.open("rb", buffering=self._section) as file:
             file.seek(start)
             return file.read(self._index()[index] - start)
 
@@ -187,7 +188,7 @@ class TextFile:
         if self._ends is None:
             with reading(self._path):
                 size = self._path.stat().st_size
-                self._ends = [size] if 0 < size <= _SECTION else list(self._cut(size))
+                self._ends = [size] if 0 < size <= self._section else list(self._cut(size))
         return self._ends
 
     def _cut(self, size: int) -> Iterator[int]:
@@ -196,10 +197,10 @@ class TextFile:
             "rb", buffering=1 << 12
         ) as file:  # so much is read of each section, to find the end of a line
             while end < size:
-                file.seek(end + _SECTION - 1)
-                part = file.readline(_SECTION)
+                file.seek(end + self._section - 1)
+                part = file.readline(self._section)
                 while part and not part.endswith(b"\n"):  # no character of UTF-8 goes over a line end
-                    part = file.readline(_SECTION)
+                    part = file.readline(self._section)
                 end = min(file.tell(), size)
                 yield end
 

@@ -28,7 +28,7 @@ _PARQUET_BUFFER = 1 << 16  # bytes that are read at once; else a group of rows i
 
 
 class Table(abc.ABC):
-    """Rows of named columns. A subclass opens them; a worker process opens them again."""
+    """Rows of named columns. A subclass opens them; a worker process opens them again, unless it says otherwise."""
 
     def __init__(self, path: str, config: SourceConfig):
         self._path, self._config = path, config
@@ -198,6 +198,9 @@ class TfdsTable(Table):
 
 class HfTable(Table):
     """A dataset of the `datasets` package: a hub id (fetched once) or a local folder; memory-mapped. Runs no code of it."""
+
+    def __getstate__(self) -> dict:
+        return self.__dict__  # a worker maps the same files; to open it anew would ask the hub, once for each
 
     def open(self) -> Any:
         try:
