@@ -90,8 +90,7 @@ class Evaluate:
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """With --model: prompts decoded at once."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where results.json, results.png and completions.jsonl go; with --exp WORKDIR/evaluation or beside it, with --model nowhere
-    unless it is given."""
+    """Where results.json, results.png and completions.jsonl go; if not given, with --exp WORKDIR/evaluation or beside it."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
