@@ -155,7 +155,7 @@ class Cells:
     def __init__(self, monkeypatch, **of_batch):
         self.met, self.configs, self.of_batch = [], [], {int(name[1:]): error for name, error in of_batch.items()}
         monkeypatch.setattr(command, "compare", self)
-        monkeypatch.setattr(command.Rates, "measured", lambda dtype: Rates(1e9, 1e9))
+        monkeypatch.setattr(command.Rates, "measured", lambda *_: Rates(1e9, 1e9))
 
     def __call__(self, model, work, problems=(), configs=(), *_, **__):
         self.met.append(work.batch)

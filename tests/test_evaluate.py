@@ -393,6 +393,26 @@ def test_rounded_weights_are_measured_against_their_own_ar(call, tmp_path):
     assert results["rows"][1]["equal_to_ar"] == 2
 
 
+@pytest.mark.parametrize(("asked", "numbers"), [((), "float32"), (("--dtype", "bfloat16"), "bfloat16")])
+def test_a_model_is_measured_in_float32_unless_other_numbers_are_asked_for(asked, numbers, call, tmp_path):
+    save(tiny_model(), tmp_path / "model")
+    flags = (
+        "--model",
+        tmp_path / "model",
+        "--task",
+        "counting",
+        "--limit",
+        1,
+        "--max-new-tokens",
+        4,
+        "--decoder",
+        "ar",
+    )
+    call(*flags, *asked, "--out", tmp_path / "out")
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["dtype"] == numbers and results["name"].endswith(" in bfloat16" if asked else "model")
+
+
 def test_questions_of_a_file_are_scored_and_cut_completions_told(call, tmp_path):
     model = tiny_model()
     save(model, tmp_path / "model")
@@ -473,6 +493,7 @@ def test_an_untrained_experiment_says_which_command_makes_it(file, refused, tmp_
         (("--model", "nowhere", "--task", "counting", "--workdir", "x"), "--workdir goes with --exp"),
         (("--exp", "a", "--decoder", "ar"), "decoder flags go with --model"),
         (("--exp", "a", "--int8"), "--int8 goes with --model DIR"),
+        (("--exp", "a", "--dtype", "bfloat16"), "--dtype goes with --model DIR; an experiment has its own"),
         (("--exp", "a", "--limit", "0"), "--limit 0: must be at least 1"),
         (("--exp", "quickstart", "evaluation.seed=-1"), "evaluation.seed=-1: must be at least 0"),
         (("--model", "nowhere", "--task", "counting", "--top-p", "2"), "top_p=2"),

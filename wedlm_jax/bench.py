@@ -93,7 +93,7 @@ class Found:
     left_out: list[str]  # a line for each length or piece of work that is not in `speeds`
     speeds: list[Speed] = dataclasses.field(default_factory=list)
     besides: list[Beside] = dataclasses.field(default_factory=list)
-    rates: Rates | None = None  # of this machine
+    rates: Rates | None = None  # of one device
 
 
 def bench(args: Bench, console: Console) -> list[Speed]:
@@ -140,7 +140,7 @@ def measure(
     """Adds to `found` one piece of work after the other. One that does not fit in memory is left out, and the next one is run."""
     with contextlib.ExitStack() as stack:
         baselines, official = started(args, work, model, decode, stack)
-        found.rates = Rates.measured(model.config.dtype).times(1 if model.mesh is None else model.mesh.size)
+        found.rates = Rates.measured(model.config.dtype, model.config.precision)
         progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
         bar = progress.add_task("", total=len(work))
         for piece in work:

@@ -1,7 +1,7 @@
 """Decode held-out problems with every decoder, measure held-out text: one table, JSON and a plot.
 
-All is computed in float32, on accelerators too, so that verified decoding equals AR token for token; for speed there take
-bench or tradeoff, which compute in bfloat16.
+All is computed in float32, on accelerators too, so that verified decoding equals AR token for token, unless --dtype bfloat16
+says otherwise; for speed there take bench or tradeoff, which compute in bfloat16.
 
 python -m wedlm_jax.evaluate --exp quickstart
 python -m wedlm_jax.evaluate --exp sft evaluation.text_prompts=8 evaluation.max_new_tokens=64
@@ -17,7 +17,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 from rich.console import Console
@@ -25,7 +25,6 @@ from rich.console import Console
 from wedlm_jax import pretrained
 from wedlm_jax.checkpoint import chosen_step, saved_steps
 from wedlm_jax.config_tree import differences
-from wedlm_jax.data.chat_template import Variables
 from wedlm_jax.data.pipeline import batches
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.records import BadRecord
@@ -73,6 +72,13 @@ class Evaluate:
     adapter: AdapterFlag = None
     mesh: pretrained.MeshFlag = ONE_DEVICE
     chat_template_kwargs: ChatTemplateFlag = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        tyro.conf.arg(
+            help="With --model: of parameters and compute; None is float32. bfloat16 takes half the memory, and there verified "
+            "decoding need not equal AR."
+        ),
+    ] = None
     int8: bool = False
     """With --model: the kernels of its layers rounded to int8, as --dtype int8 does in other commands."""
     task: str | None = None
@@ -84,8 +90,7 @@ class Evaluate:
     batch_size: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """With --model: prompts decoded at once."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where results.json, results.png and completions.jsonl go; with --exp WORKDIR/evaluation or beside it, with --model nowhere
-    unless it is given."""
+    """Where results.json, results.png and completions.jsonl go; if not given, with --exp WORKDIR/evaluation or beside it."""
     decode: Annotated[DecodeConfig, tyro.conf.arg(name="")] = DecodeConfig()
 
 
@@ -108,7 +113,7 @@ def plan_experiment(args: Evaluate, name: str) -> Plan:
     """What `--exp NAME` asks for: the table of an adaptation, before and after."""
     if args.decode != DecodeConfig():
         raise UserError("decoder flags go with --model; an experiment decodes as its evaluation section says")
-    for flag in ("adapter", "int8", "chat_template_kwargs"):
+    for flag in ("adapter", "dtype", "int8", "chat_template_kwargs"):
         if getattr(args, flag):
             raise UserError(f"--{flag.replace('_', '-')} goes with --model DIR; an experiment has its own")
     refuse_beside(args, {name: f"evaluation.{name}=..." for name in ("questions", "match", "batch_size")})
@@ -162,29 +167,29 @@ def plan_model(args: Evaluate, path: str) -> Plan:
     settings = [Setting("AR", ADAPTED, args.decode.by("ar"))]
     if args.decode.decoder != "ar":
         settings.append(Setting(args.decode.decoder, ADAPTED, args.decode))
-    model = load_exact(path, args.mesh, args.adapter, args.int8, variables_of(args.chat_template_kwargs))
+    model = load_as_asked(args, path)
     tasks = asked(args, [args.task or ""], model)
     for line in measured_in_use(model, [args.decode]):
         print(line, file=sys.stderr)
-    title = f"{path} in int8" if args.int8 else path
+    numbers = [name for name, given in (("bfloat16", args.dtype == "bfloat16"), ("int8", args.int8)) if given]
+    title = f"{path} in {' and '.join(numbers)}" if numbers else path
     questions = str(args.questions) if args.questions else None
     config = EvaluationConfig(questions=questions, match=args.match, batch_size=args.batch_size)
     return Plan(title, {ADAPTED: model}, settings, tasks, config, None, args.out, args.mesh)
 
 
-def load_exact(
-    path: str,
-    mesh: MeshConfig = ONE_DEVICE,
-    adapter: str | None = None,
-    int8: bool = False,
-    variables: Variables | None = None,
-) -> Model:
-    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for. With `int8` its kernels are
-    rounded first (`model.int8`), and its chat template has these `variables`."""
+def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE) -> Model:
+    """A model in float32 at the highest matmul precision: what "verified equals AR" is claimed for."""
+    return pretrained.load(path, "float32", mesh=mesh, matmul_precision="highest")
+
+
+def load_as_asked(args: Evaluate, path: str) -> Model:
+    """The model of `--model`, exact as by `load_exact` but for what its flags say."""
     model = pretrained.load(
-        path, "float32", mesh=mesh, adapter=adapter, chat_template_kwargs=variables, matmul_precision="highest"
-    )
-    return in_int8(model, model.mesh) if int8 else model
+        path, args.dtype or "float32", mesh=args.mesh, adapter=args.adapter, matmul_precision="highest",
+        chat_template_kwargs=variables_of(args.chat_template_kwargs),
+    )  # fmt: skip
+    return in_int8(model, model.mesh) if args.int8 else model
 
 
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:

@@ -45,6 +45,14 @@ def test_rates_are_measured_on_this_machine():
     assert 1e8 < rates.flops < 1e16 and 1e8 < rates.bytes < 1e14
 
 
+def test_products_are_measured_in_the_precision_of_the_model(monkeypatch):
+    measured = []
+    monkeypatch.setattr(roofline, "_seconds", lambda run, x: measured.append(run.lower(x).as_text()) or 1.0)
+    Rates.measured("float32", "highest")
+    Rates.measured("float32")
+    assert ["HIGHEST" in text for text in measured[::2]] == [True, False]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rate_of_reading_is_of_bytes_whatever_the_numbers_of_the_model(monkeypatch, dtype):
     timed = []

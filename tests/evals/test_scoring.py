@@ -29,6 +29,7 @@ from wedlm_jax.evals.scoring import behind_thinking, choice, formula, number, on
         ("9" * 5000, "9" * 5000),
         ("1.5e3", "1500"),
         ("#### **18** eggs, of 20", "18"),
+        (r"#### \$18 of 20", "18"),
         (r"#### \boxed{18} of 20", "18"),
         (r"so \boxed{2}, no: $\boxed{18\text{ eggs}}$ of 20", "18"),
         (r"\boxed{many} of 20", "20"),

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import pytest
 
 from tests.data.tiny import with_bos
+from tests.decode.test_precision_and_mesh import cut_over
 from tests.evals.models import tiny_model
 from wedlm_jax.data.quickstart_tasks import Problem
 from wedlm_jax.data.tokenizer import encode_with_control_tokens
@@ -17,6 +19,7 @@ from wedlm_jax.decode.stats import Completion, Stats
 from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
 from wedlm_jax.evals.speed import Work, compare, longest_prompt, own_length, prompts_of
+from wedlm_jax.sharding import MeshConfig, make_mesh
 
 PROBLEMS = [Problem("echo", f"Question {i}: what? ", f"Answer {i}.", str(i)) for i in range(6)]
 WORK = Work("echo", batch=2, prompt_tokens=24, output_tokens=8)
@@ -115,6 +118,18 @@ def test_times_are_of_warm_calls_and_ratios_of_totals(monkeypatch):
     ]
     assert [1e-3 * x.roofline_milliseconds for x in (ar, fast)] == pytest.approx(by_rates)
     assert 0 < ar.roofline_milliseconds < fast.roofline_milliseconds  # three times as many slots are fed
+
+
+def test_over_a_mesh_every_part_of_a_batch_reads_all_weights_which_the_tensor_axis_alone_shares(monkeypatch):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices (tests/conftest.py asks for them)")
+    FakeGenerate(monkeypatch)
+    model, reading = tiny_model(), Rates(1e30, 1e9)
+    shared = cut_over(model, make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices()[:8]))
+    for batch, of_a_part in ((1, 1), (8, 2)):
+        (ar,) = compare(shared, dataclasses.replace(WORK, batch=batch), PROBLEMS, [AR], reading, repeats=1)
+        least = forward_seconds(model.config, reading, rows=of_a_part, slots=1, read=1, context=28)
+        assert 1e-3 * ar.roofline_milliseconds == pytest.approx(least / 2)
 
 
 @pytest.mark.parametrize(

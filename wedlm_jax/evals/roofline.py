@@ -24,8 +24,13 @@ class Rates:
     bytes: float  # a second, read
 
     @classmethod
-    def measured(cls, dtype: str) -> Rates:
+    def measured(cls, dtype: str, precision: str = "default") -> Rates:
         """By a product of square matrices in this dtype, and of an array that no cache holds with a vector.
+
+        Args:
+          dtype: of the model's computation.
+          precision: of its products (`ModelConfig.precision`): by "default" an accelerator multiplies float32 several times
+            as fast as by "highest".
 
         Raises:
           UserError: there is no room for the array.
@@ -33,7 +38,9 @@ class Rates:
         on_cpu = jax.default_backend() == "cpu"
         size, long_bytes = (1024, 2**28) if on_cpu else (8192, 2**32)
         try:
-            product = _seconds(jax.jit(lambda x: x @ x), jnp.full((size, size), 1 / size, dtype))
+            product = _seconds(
+                jax.jit(lambda x: jnp.matmul(x, x, precision=precision)), jnp.full((size, size), 1 / size, dtype)
+            )
             # A product with a vector reads the array once, on all cores. Always float32: with bfloat16 a CPU takes ten times as
             # long, which says nothing of its memory.
             long = jnp.zeros((long_bytes // 4096, 1024), jnp.float32)

@@ -88,8 +88,8 @@ def only_number(text: str) -> str | None:
 
 
 def _without_latex(text: str) -> str:
-    """With plain signs for minus and for the comma between thousands, `{,}`, and no powers of units."""
-    return _POWER.sub("", text.translate(_MINUS).replace("{,}", ","))
+    """With plain signs for minus, for dollars and for the comma between thousands, `{,}`, and no powers of units."""
+    return _POWER.sub("", text.translate(_MINUS).replace("{,}", ",").replace(r"\$", "$"))
 
 
 def choice(text: str) -> str | None:

@@ -19,6 +19,7 @@ from wedlm_jax.errors import UserError
 from wedlm_jax.evals.roofline import Rates, forward_seconds
 from wedlm_jax.evals.sweep import generate_rows
 from wedlm_jax.model.handle import Model
+from wedlm_jax.sharding import batch_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +126,7 @@ def compare(
       work: what is decoded.
       problems: of the task.
       configs: of the decoders; the first one is AR, that the others are set against.
-      rates: of this machine.
+      rates: of one device.
       repeats: timed calls of each, after one that compiles.
       baselines: other engines, which decode by AR; they time themselves.
     """
@@ -170,6 +171,9 @@ def compare(
         if config.decoder in ("streaming", "blockwise")
     }
 
+    # Each part of a batch reads all of the weights, which the devices of the tensor axis alone share; what fsdp cuts is gathered.
+    part, sharing = -(-work.batch // batch_parts(model.mesh)), 1 if model.mesh is None else model.mesh.shape["tensor"]
+
     def speed(decoder: str) -> Speed:
         whole, first = (decoder, False), (decoder, True)
         stats = [completion.stats for completion in completions[whole]]
@@ -180,8 +184,8 @@ def compare(
         slots = sum(s.tokens_processed - in_prefill.get(decoder, 0) for s in stats) / forwards
         roofline = forward_seconds(
             model.config,
-            rates,
-            rows=work.batch,
+            rates.times(sharing),
+            rows=part,
             slots=slots,
             read=min(slots, most_read.get(decoder, slots)),
             context=work.prompt_tokens + generated / len(stats) / 2,
