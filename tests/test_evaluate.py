@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 from rich.console import Console
 from scipy.stats import binomtest
@@ -31,6 +32,7 @@ from wedlm_jax.model.parameters import init_params, params_of
 from wedlm_jax.optimizer import OptimizerConfig
 from wedlm_jax.pretrained import load, save
 from wedlm_jax.results import digest_of_file
+from wedlm_jax.sharding import MeshConfig
 from wedlm_jax.train import train
 from wedlm_jax.train_state import new_state
 
@@ -391,6 +393,22 @@ def test_rounded_weights_are_measured_against_their_own_ar(call, tmp_path):
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert results["name"] == f"{tmp_path / 'model'} in int8" and "modelinint8" in "".join(shown.split())
     assert results["rows"][1]["equal_to_ar"] == 2
+
+
+def test_a_model_that_is_rounded_is_loaded_on_the_host(tmp_path, monkeypatch):
+    """Exact, it may not fit on the device that holds it rounded."""
+    save(tiny_model(), tmp_path / "model")
+    load, hosts = command.pretrained.load, []
+
+    def seen(*arguments, **options):
+        hosts.append((jax.config.jax_default_device, options["mesh"]))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(command.pretrained, "load", seen)
+    args = command.Evaluate(model="x", int8=True, mesh=MeshConfig(data=2))
+    model = command.load_as_asked(args, str(tmp_path / "model"))
+    assert hosts == [(jax.devices("cpu")[0], None)]
+    assert model.config.kernel_dtype == "int8" and model.mesh.size == 2
 
 
 @pytest.mark.parametrize(("asked", "numbers"), [((), "float32"), (("--dtype", "bfloat16"), "bfloat16")])

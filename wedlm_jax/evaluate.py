@@ -11,6 +11,7 @@ python -m wedlm_jax.evaluate --model DIR --questions gsm8k.jsonl --max-new-token
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -47,12 +48,12 @@ from wedlm_jax.evals.tasks import Task, task
 from wedlm_jax.experiment import Experiment, load_experiment
 from wedlm_jax.flags import AdapterFlag, ChatTemplateFlag, parse, refuse_beside, require_positive
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.int8 import in_int8
+from wedlm_jax.model.int8 import in_int8, on_host
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import variables_of
 from wedlm_jax.preemption import end_with_study
 from wedlm_jax.results import digest_of_file, make_folder, save_figure, tell_written, write_json, write_results
-from wedlm_jax.sharding import ONE_DEVICE, MeshConfig
+from wedlm_jax.sharding import ONE_DEVICE, MeshConfig, mesh_of_first
 
 ROWS_OF_A_FORWARD = 8  # where text, or masks in it, are scored
 LONGEST_PART = 160  # characters of a folder's name that say what was set; a file system has room for 255 bytes
@@ -185,11 +186,13 @@ def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE) -> Model:
 
 def load_as_asked(args: Evaluate, path: str) -> Model:
     """The model of `--model`, exact as by `load_exact` but for what its flags say."""
-    model = pretrained.load(
-        path, args.dtype or "float32", mesh=args.mesh, adapter=args.adapter, matmul_precision="highest",
-        chat_template_kwargs=variables_of(args.chat_template_kwargs),
-    )  # fmt: skip
-    return in_int8(model, model.mesh) if args.int8 else model
+    mesh = mesh_of_first(args.mesh)
+    with on_host() if args.int8 else contextlib.nullcontext():
+        model = pretrained.load(
+            path, args.dtype or "float32", mesh=None if args.int8 else mesh, adapter=args.adapter,
+            matmul_precision="highest", chat_template_kwargs=variables_of(args.chat_template_kwargs),
+        )  # fmt: skip
+    return in_int8(model, mesh) if args.int8 else model
 
 
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
