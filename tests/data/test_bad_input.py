@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import json
 import os
+import re
 import sys
 import types
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.data.test_chat import NO_PROMPT, of_style
 from tests.data.tiny import chat, config_of, stream, tokenizer, write_lines
+from wedlm_jax.data import pipeline
 from wedlm_jax.data.config import DataConfig, SelfGenerated, WeightedSource
 from wedlm_jax.data.documents import Documents
 from wedlm_jax.data.examples import Example, check_mask
@@ -281,6 +283,15 @@ def test_a_split_without_documents_ends_and_says_which(tmp_path, split, share, m
     path = write_lines(tmp_path / "chat.jsonl", GOOD)
     with pytest.raises(UserError, match=message):
         next(stream(config_of(path, held_out_share=share), split=split))
+
+
+def test_many_bad_records_in_a_row_are_told_before_all_were_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pipeline, "MANY_BAD", 5)
+    path = write_lines(tmp_path / "chat.jsonl", ["{"] * 30)
+    with pytest.raises(UserError, match="the training split holds no document but bad records"):
+        next(stream(config_of(path, on_bad_record="skip", num_groups=2)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"warning: 5 bad records in a row, the last: .*chat.jsonl:\d+: broken JSON .*", line)
 
 
 def test_where_nothing_is_held_out_that_is_told_before_a_record_is_read(tmp_path, monkeypatch):

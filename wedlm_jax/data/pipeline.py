@@ -21,6 +21,7 @@ from wedlm_jax.data.tokenizer import padding_id
 from wedlm_jax.errors import UserError
 
 State = dict[str, list[int]]  # one int for every group
+MANY_BAD = 1000  # in a row, of which a line tells
 RECORDS = "records"  # beside them: the number of records of each source
 FIRST_SKIPPED = "first_skipped"  # and where a bad record was left out: place and reason of the first
 
@@ -233,6 +234,10 @@ def _examples(
                 first_skipped.append(document.skipped)
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
+        if (
+            whole.see_bad(document) == MANY_BAD and index % step == 0
+        ):  # of all records that may take hours until it ends
+            print(f"warning: {MANY_BAD:,} bad records in a row, the last: {document.skipped}", file=sys.stderr)
         for drought, part in ((whole, None), (parts[document.part], document.part)):
             if not drought.see(document):
                 continue
@@ -257,7 +262,7 @@ class _Drought:
 
     def __init__(self, records: int):
         self._longest = 3 * records + 100  # after so many there may be none
-        self._length = 0
+        self._length = self._bad = 0
         self.reason: str | None = None  # why the last bad record was skipped
 
     def see(self, document: Document) -> bool:
@@ -267,6 +272,11 @@ class _Drought:
         else:
             self._length, self.reason = self._length + 1, document.skipped or self.reason
         return self._length == self._longest + 1
+
+    def see_bad(self, document: Document) -> int:
+        """How many bad ones came since there was an example, up to this one; 0 where this one is not."""
+        self._bad = 0 if document.examples else self._bad + (document.skipped is not None)
+        return self._bad if document.skipped is not None else 0
 
     def end(self) -> None:
         self._length, self.reason = 0, None
