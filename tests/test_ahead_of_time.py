@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -205,8 +206,30 @@ def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothin
     small = dataclasses.replace(CHIPS["h100"], hbm=1e3)
     monkeypatch.setitem(CHIPS, "h100", small)
     message = message_of(compile_only, override(EXPERIMENT, "train.batch_size=8"), "h100:8")
-    assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB of a chip; set model.remat=full")
+    assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB that a run gets of a chip; set ")
     assert message.endswith("or take more GPUs")
+
+
+def test_a_step_that_fits_a_gpu_but_not_what_a_run_gets_of_it_does_not_fit(eight_cpus_as_a_slice, monkeypatch):
+    experiment = override(EXPERIMENT, "train.batch_size=8")
+    peak = compile_only(experiment, "h100:8").peak
+    for share, fits in ((0.93, False), (0.91, True)):
+        monkeypatch.setitem(CHIPS, "h100", dataclasses.replace(CHIPS["h100"], hbm=peak / share))
+        if fits:
+            assert "GB that a run gets of 0 GB" in "\n".join(compile_only(experiment, "h100:8").lines())
+        else:
+            assert "that a run gets of a chip" in message_of(compile_only, experiment, "h100:8")
+
+
+@pytest.mark.parametrize("script", ["gpu.sh", "slurm.sh"])
+def test_a_run_gets_what_the_launch_scripts_give_it(script):
+    text = (Path(__file__).parents[1] / "launch" / script).read_text()
+    assert f"XLA_PYTHON_CLIENT_MEM_FRACTION:-{absent_devices.GPU_SHARE}}}" in text
+
+
+@pytest.mark.parametrize("kind", [kind for kind, chip in CHIPS.items() if chip.gpu])
+def test_the_peak_of_every_kind_of_gpu_is_known(kind):
+    assert CHIPS[kind].flops > 0 and canonical(f"{kind}:2x8") == f"{kind}:2x8"
 
 
 @pytest.mark.parametrize("name", ["qwen3_0p6b_sft", "qwen3_8b_sft", "qwen3_8b_cpt", "qwen25_7b_cpt"])

@@ -74,7 +74,9 @@ class StepReport:
         yield f"global batch         {self.tokens:,} tokens"
         for name in ("arguments", "outputs", "aliased", "temporaries", "code"):
             yield f"{name:<20} {_gigabytes(getattr(self, name))} a chip"
-        yield f"{'peak':<20} {_gigabytes(self.peak)} a chip, of {chip.hbm / 1e9:.0f} GB"
+        of_all = f"{chip.hbm / 1e9:.0f} GB"
+        room = of_all if chip.gpu is None else f"the {chip.memory_of_a_run / 1e9:.0f} GB that a run gets of {of_all}"
+        yield f"{'peak':<20} {_gigabytes(self.peak)} a chip, of {room}"
         yield f"{'FLOPs':<20} {self.flops:.3e} a chip (matrix products, recomputation included)"
         for kind in COLLECTIVES:
             if kind in self.traffic:
@@ -125,9 +127,10 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         traffic=traffic_by_kind(collectives(compiled.as_text())),
         compile_seconds=time.monotonic() - start,
     )
-    if report.peak > chip_of(topology).hbm:  # the compiler for TPUs says so itself, that for GPUs does not
-        sizes = (f"{size / 1e9:.1f} GB" for size in (report.peak, chip_of(topology).hbm))
-        raise _too_large(experiment, topology, " of the ".join(sizes))
+    room = chip_of(topology).memory_of_a_run
+    if report.peak > room:  # the compiler for TPUs says so itself, that for GPUs does not
+        of_a_run = " that a run gets" if chip_of(topology).gpu else ""
+        raise _too_large(experiment, topology, f"{report.peak / 1e9:.1f} GB of the {room / 1e9:.1f} GB{of_a_run}")
     return report
 
 
