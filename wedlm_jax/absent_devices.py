@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import os
 import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -96,21 +97,22 @@ def chip_of(topology: str) -> Chip:
 
 
 def canonical(topology: str) -> str:
-    """KIND:SHAPE with the alias of KIND resolved.
+    """KIND:SHAPE or KIND:SHAPE:SLICES with the alias of KIND resolved.
 
     Raises:
       UserError: it is not of this form, or of a kind that is not known.
     """
     kind, _, shape = topology.partition(":")
-    kind = ALIASES.get(kind, kind)
+    kind, shape = ALIASES.get(kind, kind), shape.removesuffix(":1")
     gpu = kind in CHIPS and CHIPS[kind].gpu is not None
-    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    form = r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}(:[1-9]\d*)?"
+    if kind not in CHIPS or not re.fullmatch(form, shape):
         known = ", ".join([*CHIPS, *ALIASES])
         raise UserError(
-            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 "
-            f"or, of two machines, h100:2x8, with KIND of {known}"
+            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, of two such slices "
+            f"v5e:16x16:2, or GPUs as h100:8 or, of two machines, h100:2x8, with KIND of {known}"
         )
-    sides, pod = sorted(map(int, shape.split("x"))), CHIPS[kind].pod
+    sides, pod = sorted(map(int, shape.partition(":")[0].split("x"))), CHIPS[kind].pod
     if pod and (len(sides) != len(pod) or any(side > most for side, most in zip(sides, pod, strict=True))):
         raise UserError(f"topology {topology}: no such slice; {_slices(kind)}")
     return f"{kind}:{shape}"
@@ -123,7 +125,7 @@ def _slices(kind: str) -> str:
 
 
 def devices(topology: str) -> list[jax.Device]:
-    """Those of a slice, or of machines with GPUs, that need not be there, to compile for.
+    """Those of slices, or of machines with GPUs, that need not be there, to compile for.
 
     Args:
       topology: as `canonical` gives it.
@@ -144,12 +146,14 @@ def _tpus(topology: str) -> list[jax.Device]:
     # No TPU is touched, so several may compile side by side.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     # libtpu takes hosts of 2 x 2 chips unless it is told that there is but one chip.
-    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if set(topology.partition(":")[2]) == {"1", "x"} else {}
+    kind, shape, *slices = topology.split(":")
+    more: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if set(shape) == {"1", "x"} else {}
+    if slices:
+        more["num_slices"] = int(slices[0])
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **more).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has
         reason = str(error).partition("\n")[0]
-        kind = topology.partition(":")[0]
         raise UserError(f"topology {topology}: libtpu knows no such slice ({reason}); {_slices(kind)}") from None
 
 

@@ -68,7 +68,8 @@ class Flags:
     print_config: bool = False
     """show the experiment with its overrides as JSON, and train nothing"""
     compile_only: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
-    """compile the step for a TPU slice (v5p:4x4x4) or GPUs (h100:8) that need not be there; tell its memory and least time"""
+    """compile the step for TPUs (v5p:4x4x4, two slices v5e:4x4:2) or GPUs (h100:8) that need not be there; tell its memory and
+    least time"""
 
 
 @entry
