@@ -339,7 +339,9 @@ def test_a_run_that_is_told_to_end_saves_before_it_measures_or_decodes_any_more(
             return []
 
     monkeypatch.setattr(train_module, "Validation", Watched)
-    monkeypatch.setattr(Termination, "asked", lambda self, step: step == 3 and (when == "before" or told == [True]))
+    monkeypatch.setattr(
+        Termination, "asked", lambda _, step, at_once=False: step == 3 and (when == "before" or told == [True])
+    )
     experiment = with_overrides("train.eval_every=3", "train.checkpoint_every=5")
     assert not train(experiment, tmp_path)
     assert saved_steps(tmp_path) == [3] and read_metrics(tmp_path)[-1]["step"] == 3

@@ -68,8 +68,7 @@ class Flags:
     print_config: bool = False
     """show the experiment with its overrides as JSON, and train nothing"""
     compile_only: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
-    """compile the step for TPUs (v5p:4x4x4, two slices v5e:4x4:2) or GPUs (h100:8) that need not be there; tell its memory and
-    least time"""
+    """compile the step for TPUs (v5p:4x4x4, two slices v5e:4x4:2) or GPUs (h100:8) that need not be there: memory, least time"""
 
 
 @entry
@@ -277,7 +276,7 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 checkpoints.require_written()  # or else all steps up to the next save would be for nothing
 
                 # What ends it may leave it the time for a step and a checkpoint alone.
-                told_to_end = termination.asked(step)
+                told_to_end = termination.asked(step, at_once=measure)
                 if not (measure or told_to_end or last or step % config.checkpoint_every == 0):
                     continue
 
