@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from wedlm_jax.hf.config import from_hf, read_json
 from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.layers import MLP
-from wedlm_jax.model.parameters import init_params
+from wedlm_jax.model.parameters import init_params, param_shapes
 from wedlm_jax.ops import cross_entropy
 from wedlm_jax.program_costs import GATHERING, collectives, matmul_flops
 from wedlm_jax.sharding import constrain, make_mesh, on_mesh, replicated
@@ -106,14 +107,29 @@ def test_aliases_of_a_chip_name_one_topology(topology):
     assert canonical(topology) == "v5e:16x16"
 
 
-@pytest.mark.parametrize("topology", ["h100:8", "h200:2x8", "a100:1"])
+@pytest.mark.parametrize("topology", ["h100:8", "h200:2x8", "a100:1", "v5e:4x4:2"])
 def test_gpus_are_counted_by_machine(topology):
     assert canonical(topology) == topology
 
 
 @pytest.mark.parametrize(
     "topology",
-    ["h100:0", "h100:2x2x2", "h100", "v9:2x2", "v5p", "v5p:4", "v5p:4x4x4x4", "4x4", "v5p:axb", "v5e:0x4", ""],
+    [
+        "h100:0",
+        "h100:8:2",
+        "v5e:4x4:0",
+        "v5e:4x4:2:2",
+        "h100:2x2x2",
+        "h100",
+        "v9:2x2",
+        "v5p",
+        "v5p:4",
+        "v5p:4x4x4x4",
+        "4x4",
+        "v5p:axb",
+        "v5e:0x4",
+        "",
+    ],
 )
 def test_an_unknown_topology_is_named_with_the_known_ones(topology):
     message = message_of(compile_only, EXPERIMENT, topology)
@@ -205,8 +221,30 @@ def test_a_step_that_does_not_fit_gpus_is_told_though_their_compiler_says_nothin
     small = dataclasses.replace(CHIPS["h100"], hbm=1e3)
     monkeypatch.setitem(CHIPS, "h100", small)
     message = message_of(compile_only, override(EXPERIMENT, "train.batch_size=8"), "h100:8")
-    assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB of a chip; set model.remat=full")
+    assert message.startswith("tiny does not fit h100:8: it needs 0.0 GB of the 0.0 GB that a run gets of a chip; set ")
     assert message.endswith("or take more GPUs")
+
+
+def test_a_step_that_fits_a_gpu_but_not_what_a_run_gets_of_it_does_not_fit(eight_cpus_as_a_slice, monkeypatch):
+    experiment = override(EXPERIMENT, "train.batch_size=8")
+    peak = compile_only(experiment, "h100:8").peak
+    for share, fits in ((0.93, False), (0.91, True)):
+        monkeypatch.setitem(CHIPS, "h100", dataclasses.replace(CHIPS["h100"], hbm=peak / share))
+        if fits:
+            assert "GB that a run gets of 0 GB" in "\n".join(compile_only(experiment, "h100:8").lines())
+        else:
+            assert "that a run gets of a chip" in message_of(compile_only, experiment, "h100:8")
+
+
+@pytest.mark.parametrize("script", ["gpu.sh", "slurm.sh"])
+def test_a_run_gets_what_the_launch_scripts_give_it(script):
+    text = (Path(__file__).parents[1] / "launch" / script).read_text()
+    assert f"XLA_PYTHON_CLIENT_MEM_FRACTION:-{absent_devices.GPU_SHARE}}}" in text
+
+
+@pytest.mark.parametrize("kind", [kind for kind, chip in CHIPS.items() if chip.gpu])
+def test_the_peak_of_every_kind_of_gpu_is_known(kind):
+    assert CHIPS[kind].flops > 0 and canonical(f"{kind}:2x8") == f"{kind}:2x8"
 
 
 @pytest.mark.parametrize("name", ["qwen3_0p6b_sft", "qwen3_8b_sft", "qwen3_8b_cpt", "qwen25_7b_cpt"])
@@ -226,6 +264,21 @@ def test_a_chip_is_called_as_jax_calls_the_device(topology):
 def test_a_chip_of_a_tpu7x_is_two_devices():
     assert len(devices("tpu7x:1x1x1")) == 2
     assert len(devices(canonical("ironwood:2x2x1"))) == 8
+
+
+@NEEDS_LIBTPU
+def test_several_slices_are_as_many_times_the_chips_of_one():
+    assert canonical("trillium:2x2:1") == "v6e:2x2"
+    assert [device.slice_index for device in devices(canonical("v5litepod:2x2:2"))] == [0] * 4 + [1] * 4
+
+
+@NEEDS_LIBTPU
+def test_what_crosses_slices_is_told_beside_the_collectives_of_chips():
+    experiment = override(EXPERIMENT, "train.batch_size=8", "mesh.data=2", "mesh.fsdp=4", "model.num_layers=1")
+    report = compile_only(experiment, "v5e:2x2:2")
+    assert report.chips == 8 and "handed to its host by a chip; not in the least time" in "\n".join(report.lines())
+    shapes = param_shapes(dataclasses.replace(EXPERIMENT.model, num_layers=1)).values()
+    assert report.between_slices >= 2 * sum(math.prod(x.shape) for x in shapes) / 4, "a chip's part of the gradients"
 
 
 @NEEDS_LIBTPU

@@ -110,6 +110,17 @@ def test_process_0_that_is_not_there_is_named():
         meet("localhost", free_port(), 1, 2, timeout=0.5)
 
 
+def test_a_connection_that_is_gone_before_a_word_is_said_is_tried_again(monkeypatch):
+    def accepted_and_closed(*_, **__):
+        own, other = socket.socketpair()
+        other.close()
+        return own
+
+    monkeypatch.setattr(lifeline.socket, "create_connection", accepted_and_closed)
+    with pytest.raises(lifeline.NotMet, match="process 1 cannot reach process 0 at localhost"):
+        meet("localhost", free_port(), 1, 2, timeout=0.5)
+
+
 def test_a_process_that_does_not_come_is_named():
     with pytest.raises(UserError, match="of 3 processes, 1, 2 did not come"):
         meet("localhost", free_port(), 0, 3, timeout=0.5)

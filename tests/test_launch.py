@@ -284,3 +284,41 @@ def test_a_tpu_worker_without_the_named_python_says_so_and_how_to_mend_it(worker
     done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_PYTHON="python3.99", **environment)
     assert done.returncode == 1 and done.stdout == "" and not (home / "wedlm_jax_launch" / "venv").exists()
     assert "error: this worker has none of python3.99; install one" in done.stderr and "WEDLM_PYTHON=" in done.stderr
+
+
+def test_a_tpu_worker_installs_the_extras_that_are_named(worker):
+    _, _, environment = worker
+    done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_EXTRAS="wandb,datasets", **environment)
+    assert done.stdout.splitlines()[0] == "-m pip install --quiet ./wedlm_jax_launch/source[tpu,wandb,datasets]"
+
+
+SECRET = 'it\'s $HOME; a "secret"'
+
+
+def test_a_tpu_worker_gets_the_variables_that_are_passed_in_no_command_line_and_keeps_no_file(worker):
+    _, home, environment = worker
+    gcloud = Path(environment["PATH"].split(":")[0]) / "gcloud"
+    # Notes every command line, and the mode of each file that it sends.
+    note = f'echo "$*" >> {home}/commands; [[ $4 != scp ]] || stat -c "%a %n" "${{@: -2:1}}" >> {home}/modes'
+    gcloud.write_text(gcloud.read_text().replace("\n", f"\n{note}\n", 1))
+    python = gcloud.parent / "python3.12"
+    python.write_text(python.read_text().replace('echo \\"\\$@\\"', 'echo \\"\\$HF_TOKEN|\\$B|\\$OTHER\\"'))
+    passed = {"WEDLM_PASS": "HF_TOKEN,B", "HF_TOKEN": SECRET, "B": "2", "OTHER": "not for them"}
+    for arguments in (("--dry-run", *DRY["tpu_vm.sh"]), DRY["tpu_vm.sh"]):
+        done = run("tpu_vm.sh", *arguments, **passed, **environment)
+        assert done.returncode == 0, done.stderr
+        commands = done.stdout if "--dry-run" in arguments else (home / "commands").read_text()
+        assert "wedlm_jax_launch.env" in commands and "secret" not in commands
+    assert done.stdout.splitlines()[-1] == f"{SECRET}|2|not for them"  # the fake worker is this machine
+    assert "600" in [line.split()[0] for line in (home / "modes").read_text().splitlines() if ".env" in line]
+    assert not (home / "wedlm_jax_launch.env").exists()
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "HF-TOKEN"])
+def test_a_variable_that_is_not_there_is_passed_to_no_worker(worker, name):
+    _, home, environment = worker
+    done = run("tpu_vm.sh", *DRY["tpu_vm.sh"], WEDLM_PASS=f"HOME {name}", **environment)
+    assert done.returncode == 2 and [*home.iterdir()] == []
+    assert (
+        done.stderr == f"error: WEDLM_PASS names {name}, which is not in the environment; export it, or leave it out\n"
+    )

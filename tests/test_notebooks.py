@@ -128,3 +128,9 @@ def test_the_package_can_be_imported_in_the_kernel_that_installed_it(name):
     (install,) = [line for cell in code_cells(name) for line in cell["source"] if line.startswith("%pip")]
     flags = [word for word in shlex.split(install) if word.startswith("-")]
     assert flags == ["-q"] and re.search(r"'\./wedlm_jax\[\w+\]'$", install)
+
+
+@pytest.mark.parametrize("name", ["adapter.ipynb", "colab.ipynb", "tpu_vm.ipynb"])
+def test_the_devices_are_shown_by_a_process_that_does_not_keep_them_from_the_training(name):
+    (install,) = [cell for cell in code_cells(name) if "install" in tags(cell)]
+    assert shlex.split(install["source"][-1]) == ["!python", "-c", "import jax; print(jax.devices())"]

@@ -150,6 +150,17 @@ def test_several_processes_agree_every_few_seconds_or_steps_on_the_slowest_clock
     assert set(np.diff(agreed[2:])) == {steps}
 
 
+def test_several_processes_agree_before_what_takes_long(monkeypatch):
+    told = [0.0]
+    monkeypatch.setattr(preemption, "all_gather", lambda own: np.stack([own, [told[0], 0.01]]))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    termination = Termination()
+    assert not any(termination.asked(step) for step in range(1, 4))
+    told[0] = 1.0
+    assert not termination.asked(4) and termination.asked(5, at_once=True)
+    assert not termination.asked(5), "agreed already"
+
+
 def test_in_another_thread_signals_are_left_alone():
     before = signal.getsignal(signal.SIGTERM)
     asked = []

@@ -69,6 +69,8 @@ def test_the_example_of_generate_runs(chat_model, tmp_path, monkeypatch):  # noq
     monkeypatch.chdir(tmp_path)
     names = run_the_example("README.md", chat_model)
     assert names["completion"].ids and (tmp_path / "export" / "model.safetensors").is_file()
+    assert names["logits"].shape == (*names["tokens"].shape, names["model"].config.vocab_size)
+    assert names["logits"].dtype == "float32"
 
 
 def test_the_example_of_the_engine_runs(chat_model, capsys):  # noqa: F811

@@ -320,6 +320,34 @@ def test_a_run_is_watched(tmp_path, capsys):
     assert list((workdir / "tensorboard").iterdir())
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_run_that_is_told_to_end_saves_before_it_measures_or_decodes_any_more(tmp_path, monkeypatch, when):
+    """What ends it may not wait for that."""
+    told, looked = [], []
+
+    class Watched:
+        def __init__(self, *_, **__):
+            pass
+
+        def measure(self, params, *, masks):
+            looked.append("losses")
+            told.append(when == "meanwhile")
+            return {"validation_ar_loss": 1.0}
+
+        def samples(self, params, *, masks):
+            looked.append("samples")
+            return []
+
+    monkeypatch.setattr(train_module, "Validation", Watched)
+    monkeypatch.setattr(
+        Termination, "asked", lambda _, step, at_once=False: step == 3 and (when == "before" or told == [True])
+    )
+    experiment = with_overrides("train.eval_every=3", "train.checkpoint_every=5")
+    assert not train(experiment, tmp_path)
+    assert saved_steps(tmp_path) == [3] and read_metrics(tmp_path)[-1]["step"] == 3
+    assert looked == ([] if when == "before" else ["losses"])
+
+
 def test_every_number_that_a_run_writes_is_explained(finished):
     page = (Path(__file__).parents[1] / "docs" / "experiments.md").read_text()
     table = page.partition("## What a run writes")[2].partition("\n## ")[0]

@@ -9,12 +9,15 @@ import dataclasses
 import importlib.util
 import os
 import re
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 
 from wedlm_jax.errors import UserError
 from wedlm_jax.metrics.throughput import peak_flops
+
+GPU_SHARE = 0.92  # of a GPU's memory that jax takes under launch/gpu.sh and launch/slurm.sh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Chip:
     link_bandwidth: float  # bytes/s that it can send over all its links
     pod: tuple[int, ...] = ()  # of a TPU the chips of its largest slice along each side; libtpu itself knows no end
     gpu: Gpu | None = None  # None: a TPU
+
+    @property
+    def memory_of_a_run(self) -> float:
+        """Bytes that a program may have: of a GPU a share, since contexts and libraries lie beside what jax takes."""
+        return self.hbm if self.gpu is None else GPU_SHARE * self.hbm
 
     @property
     def flops(self) -> float:
@@ -52,7 +60,9 @@ class Gpu:
 HOPPER = Gpu((9, 0), multiprocessors=132, clock_ghz=1.98, l2_cache=50 * 2**20, shared_memory=228 * 2**10)
 AMPERE = Gpu((8, 0), multiprocessors=108, clock_ghz=1.41, l2_cache=40 * 2**20, shared_memory=164 * 2**10, cores=64)
 BLACKWELL = Gpu((10, 0), multiprocessors=148, clock_ghz=1.97, l2_cache=126 * 2**20, shared_memory=228 * 2**10)
-ADA = Gpu((8, 9), multiprocessors=58, clock_ghz=2.04, l2_cache=48 * 2**20, shared_memory=100 * 2**10)
+L4 = Gpu((8, 9), multiprocessors=58, clock_ghz=2.04, l2_cache=48 * 2**20, shared_memory=100 * 2**10)
+L40S = Gpu((8, 9), multiprocessors=142, clock_ghz=2.52, l2_cache=96 * 2**20, shared_memory=100 * 2**10)
+RTX4090 = Gpu((8, 9), multiprocessors=128, clock_ghz=2.52, l2_cache=72 * 2**20, shared_memory=100 * 2**10)
 TURING = Gpu((7, 5), multiprocessors=40, clock_ghz=1.59, l2_cache=4 * 2**20, shared_memory=64 * 2**10, cores=64)
 
 # cloud.google.com/tpu/docs/v5e, v5p, v6e (the "Gbps" of a sheet / 8), tpu7x, nvidia.com/data-center; read in November 2026.
@@ -63,10 +73,13 @@ CHIPS = {
     "v6e": Chip("TPU v6 lite", 32 * 2**30, 1640e9, "ICI", 3200e9 / 8, (16, 16)),
     "tpu7x": Chip("TPU7x", 192 * 2**30 / 2, 7380e9 / 2, "ICI", 1200e9 / 2 / 2, (16, 24, 24)),
     "a100": Chip("NVIDIA A100-SXM4-80GB", 80 * 2**30, 2039e9, "NVLink", 600e9 / 2, gpu=AMPERE),
+    "a100-40g": Chip("NVIDIA A100-SXM4-40GB", 40 * 2**30, 1555e9, "NVLink", 600e9 / 2, gpu=AMPERE),
     "h100": Chip("NVIDIA H100 80GB HBM3", 80 * 2**30, 3352e9, "NVLink", 900e9 / 2, gpu=HOPPER),
     "h200": Chip("NVIDIA H200", 141e9, 4800e9, "NVLink", 900e9 / 2, gpu=HOPPER),
     "b200": Chip("NVIDIA B200", 180e9, 8000e9, "NVLink", 1800e9 / 2, gpu=BLACKWELL),
-    "l4": Chip("NVIDIA L4", 24 * 2**30, 300e9, "PCIe", 64e9 / 2, gpu=ADA),
+    "l4": Chip("NVIDIA L4", 24 * 2**30, 300e9, "PCIe", 64e9 / 2, gpu=L4),
+    "l40s": Chip("NVIDIA L40S", 48e9, 864e9, "PCIe", 64e9 / 2, gpu=L40S),
+    "rtx4090": Chip("NVIDIA GeForce RTX 4090", 24 * 2**30, 1008e9, "PCIe", 64e9 / 2, gpu=RTX4090),
     "t4": Chip("Tesla T4", 16 * 2**30, 320e9, "PCIe", 32e9 / 2, gpu=TURING),
 }
 ALIASES = {
@@ -84,21 +97,22 @@ def chip_of(topology: str) -> Chip:
 
 
 def canonical(topology: str) -> str:
-    """KIND:SHAPE with the alias of KIND resolved.
+    """KIND:SHAPE or KIND:SHAPE:SLICES with the alias of KIND resolved.
 
     Raises:
       UserError: it is not of this form, or of a kind that is not known.
     """
     kind, _, shape = topology.partition(":")
-    kind = ALIASES.get(kind, kind)
+    kind, shape = ALIASES.get(kind, kind), shape.removesuffix(":1")
     gpu = kind in CHIPS and CHIPS[kind].gpu is not None
-    if kind not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}", shape):
+    form = r"[1-9]\d*(x[1-9]\d*)?" if gpu else r"[1-9]\d*(x[1-9]\d*){1,2}(:[1-9]\d*)?"
+    if kind not in CHIPS or not re.fullmatch(form, shape):
         known = ", ".join([*CHIPS, *ALIASES])
         raise UserError(
-            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, or GPUs as h100:8 "
-            f"or, of two machines, h100:2x8, with KIND of {known}"
+            f"topology {topology!r} is unknown; write KIND:SHAPE, as v5p:4x4x4 or v5e:16x16, of two such slices "
+            f"v5e:16x16:2, or GPUs as h100:8 or, of two machines, h100:2x8, with KIND of {known}"
         )
-    sides, pod = sorted(map(int, shape.split("x"))), CHIPS[kind].pod
+    sides, pod = sorted(map(int, shape.partition(":")[0].split("x"))), CHIPS[kind].pod
     if pod and (len(sides) != len(pod) or any(side > most for side, most in zip(sides, pod, strict=True))):
         raise UserError(f"topology {topology}: no such slice; {_slices(kind)}")
     return f"{kind}:{shape}"
@@ -111,7 +125,7 @@ def _slices(kind: str) -> str:
 
 
 def devices(topology: str) -> list[jax.Device]:
-    """Those of a slice, or of machines with GPUs, that need not be there, to compile for.
+    """Those of slices, or of machines with GPUs, that need not be there, to compile for.
 
     Args:
       topology: as `canonical` gives it.
@@ -132,12 +146,14 @@ def _tpus(topology: str) -> list[jax.Device]:
     # No TPU is touched, so several may compile side by side.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     # libtpu takes hosts of 2 x 2 chips unless it is told that there is but one chip.
-    one_chip = {"chips_per_host_bounds": [1, 1, 1]} if set(topology.partition(":")[2]) == {"1", "x"} else {}
+    kind, shape, *slices = topology.split(":")
+    more: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if set(shape) == {"1", "x"} else {}
+    if slices:
+        more["num_slices"] = int(slices[0])
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology, **one_chip).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{shape}", **more).devices)
     except Exception as error:  # libtpu raises several types for shapes that no slice has
         reason = str(error).partition("\n")[0]
-        kind = topology.partition(":")[0]
         raise UserError(f"topology {topology}: libtpu knows no such slice ({reason}); {_slices(kind)}") from None
 
 

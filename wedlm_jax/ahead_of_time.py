@@ -23,7 +23,14 @@ from wedlm_jax.experiment import Experiment
 from wedlm_jax.hf.weights import fastest_dtype
 from wedlm_jax.model.config import DType, ModelConfig, ModelOverrides
 from wedlm_jax.pretrained import config_of
-from wedlm_jax.program_costs import COLLECTIVES, GATHERING, collectives, matmul_flops, traffic_by_kind
+from wedlm_jax.program_costs import (
+    COLLECTIVES,
+    GATHERING,
+    collectives,
+    matmul_flops,
+    sent_between_slices,
+    traffic_by_kind,
+)
 from wedlm_jax.sharding import batch_sharding, make_mesh
 from wedlm_jax.train_state import abstract_state
 from wedlm_jax.train_step import ar_step, compile_step, wedlm_step
@@ -46,6 +53,7 @@ class StepReport:
     flops: float  # of matrix products, recomputation included, as if divided evenly
     traffic: dict[str, float]  # bytes sent, by kind of collective
     compile_seconds: float
+    between_slices: int = 0  # bytes handed to the host for other slices
 
     @property
     def peak(self) -> int:
@@ -74,11 +82,15 @@ class StepReport:
         yield f"global batch         {self.tokens:,} tokens"
         for name in ("arguments", "outputs", "aliased", "temporaries", "code"):
             yield f"{name:<20} {_gigabytes(getattr(self, name))} a chip"
-        yield f"{'peak':<20} {_gigabytes(self.peak)} a chip, of {chip.hbm / 1e9:.0f} GB"
+        of_all = f"{chip.hbm / 1e9:.0f} GB"
+        room = of_all if chip.gpu is None else f"the {chip.memory_of_a_run / 1e9:.0f} GB that a run gets of {of_all}"
+        yield f"{'peak':<20} {_gigabytes(self.peak)} a chip, of {room}"
         yield f"{'FLOPs':<20} {self.flops:.3e} a chip (matrix products, recomputation included)"
         for kind in COLLECTIVES:
             if kind in self.traffic:
                 yield f"{kind:<20} {_gigabytes(self.traffic[kind])} sent a chip"
+        if self.between_slices:
+            yield f"{'between slices':<20} {_gigabytes(self.between_slices)} handed to its host by a chip; not in the least time"
         bound = max(self.seconds, key=lambda name: self.seconds[name])
         yield "least time           " + ", ".join(f"{name} {value:.3f} s" for name, value in self.seconds.items())
         yield f"a step takes at least {self.seconds[bound]:.3f} s ({bound}): a lower bound, not a measurement"
@@ -89,8 +101,8 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
 
     Args:
       experiment: where it has no model of its own, the shape of the one that it starts from is read.
-      topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2, of GPUs KIND:N or KIND:MACHINESxN, such as h100:8; KIND
-        is one of CHIPS or ALIASES.
+      topology: KIND:AxB or KIND:AxBxC, such as v5e:4x4 or v5p:2x2x2, of several such slices KIND:AxB:SLICES; of GPUs KIND:N or
+        KIND:MACHINESxN, such as h100:8. KIND is one of CHIPS or ALIASES.
 
     Raises:
       UserError: the compiler is missing, the topology is unknown, the mesh or the batch does not fit it, or the step does not
@@ -110,7 +122,7 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         raise _too_large(
             experiment, topology, f"{used[1]} of the {used[2]}" if used else str(error).partition("\n")[0]
         ) from None
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
     report = StepReport(
         topology=topology,
         chips=mesh.size,
@@ -122,12 +134,14 @@ def compile_only(experiment: Experiment, topology: str) -> StepReport:
         temporaries=memory.temp_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
         flops=matmul_flops(traced.jaxpr.jaxpr) / mesh.size,
-        traffic=traffic_by_kind(collectives(compiled.as_text())),
+        traffic=traffic_by_kind(collectives(text)),
         compile_seconds=time.monotonic() - start,
+        between_slices=sent_between_slices(text),
     )
-    if report.peak > chip_of(topology).hbm:  # the compiler for TPUs says so itself, that for GPUs does not
-        sizes = (f"{size / 1e9:.1f} GB" for size in (report.peak, chip_of(topology).hbm))
-        raise _too_large(experiment, topology, " of the ".join(sizes))
+    room = chip_of(topology).memory_of_a_run
+    if report.peak > room:  # the compiler for TPUs says so itself, that for GPUs does not
+        of_a_run = " that a run gets" if chip_of(topology).gpu else ""
+        raise _too_large(experiment, topology, f"{report.peak / 1e9:.1f} GB of the {room / 1e9:.1f} GB{of_a_run}")
     return report
 
 

@@ -186,11 +186,11 @@ def _call(host: str, port: int, index: int, count: int, deadline: float) -> sock
     while (left := deadline - time.monotonic()) > 0:
         try:
             connection = socket.create_connection((host, port), timeout=min(left, 10))
-        except OSError as error:  # process 0 may start later than this one
+            connection.sendall(_HELLO.pack(_MAGIC, count, index))
+        except OSError as error:  # process 0 may start later than this one, or what stands before it hang up until then
             why = reason(error)
             time.sleep(_POLL_SECONDS)
             continue
-        connection.sendall(_HELLO.pack(_MAGIC, count, index))
         connection.settimeout(max(deadline - time.monotonic(), 1))
         if (word := _receive(connection)) != _ALL_HERE:
             kind = UserError if word == _REFUSED else NotMet

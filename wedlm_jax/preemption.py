@@ -65,12 +65,16 @@ class Termination:
         self._seconds = math.inf  # of a step before that
         self._agree_at = 0  # the same step in all processes
 
-    def asked(self, step: int) -> bool:
-        """Whether the run is to end after this step: the same answer in all processes, which must all ask."""
+    def asked(self, step: int, *, at_once: bool = False) -> bool:
+        """Whether the run is to end after this step: the same answer in all processes, which must all ask.
+
+        Args:
+          at_once: several processes agree now, since what comes next takes long; asked once a step.
+        """
         told = self.signal is not None
         if jax.process_count() == 1:
             return told
-        if step < self._agree_at:
+        if step < self._agree_at and not at_once:
             return False
         # The seconds up to the agreement before this one: this one's are measured behind it, and differ between the processes.
         one_is_told, seconds = all_gather(np.asarray([told, self._seconds], np.float32)).max(axis=0)

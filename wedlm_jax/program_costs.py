@@ -32,6 +32,7 @@ _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _KERNEL_RUNS = re.compile(r"kernel_runs_(\d+)")
+_SENT_BY_HOST = re.compile(r"= \(([a-z]+\d*)\[([\d,]*)\].* send\(.*is_host_transfer=true")
 _ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
@@ -216,6 +217,18 @@ def traffic_by_kind(found: list[Collective]) -> dict[str, float]:
     for one in found:
         total[one.kind] += one.times * one.traffic  # type: ignore[assignment]
     return dict(total)
+
+
+def sent_between_slices(text: str) -> int:
+    """Bytes that each chip hands to its host, for other slices, in a compiled program of several slices of TPUs: between these
+    there are no collectives of chips."""
+    total = 0
+    for lines, runs in runs_by_computation(text).values():
+        for line in lines:
+            if (sent := _SENT_BY_HOST.search(line)) is not None:
+                dtype, dims = sent.groups()
+                total += runs * math.prod(int(n) for n in dims.split(",") if n) * _BYTES.get(dtype, 4)
+    return total
 
 
 def _collective(line: str, scattered: bool) -> Collective | None:

@@ -68,7 +68,7 @@ class Flags:
     print_config: bool = False
     """show the experiment with its overrides as JSON, and train nothing"""
     compile_only: Annotated[str | None, tyro.conf.arg(metavar="KIND:SHAPE")] = None
-    """compile the step for a TPU slice (v5p:4x4x4) or GPUs (h100:8) that need not be there; tell its memory and least time"""
+    """compile the step for TPUs (v5p:4x4x4, two slices v5e:4x4:2) or GPUs (h100:8) that need not be there: memory, least time"""
 
 
 @entry
@@ -275,20 +275,23 @@ def _train(experiment: Experiment, workdir: Path, held: contextlib.ExitStack) ->
                 waiting = step, metrics, counted
                 checkpoints.require_written()  # or else all steps up to the next save would be for nothing
 
-                told_to_end = termination.asked(step)
-                save = step % config.checkpoint_every == 0 or last or told_to_end
-                if not (measure or save):
+                # What ends it may leave it the time for a step and a checkpoint alone.
+                told_to_end = termination.asked(step, at_once=measure)
+                if not (measure or told_to_end or last or step % config.checkpoint_every == 0):
                     continue
 
                 # Held-out losses go into the line of their step; a checkpoint comes after its line, so that none is lost,
                 # and before the next batch is drawn, so that state and data agree.
                 measured: dict[str, Any] = {}
                 samples: list[dict[str, Any]] = []
-                if measure and validation is not None:
+                if measure and validation is not None and not told_to_end:
                     jax.block_until_ready(metrics)
                     with report.throughput.paused():
                         measured = validation.measure(state.all_params, masks=masks)
-                        samples = validation.samples(state.all_params, masks=masks)
+                        told_to_end = termination.asked(step)  # meanwhile
+                        if not told_to_end:
+                            samples = validation.samples(state.all_params, masks=masks)
+                save = step % config.checkpoint_every == 0 or last or told_to_end
                 numbers = report.step(step, metrics, counted | measured)
                 waiting = None
                 stop_if_not_finite(numbers, config, saved)

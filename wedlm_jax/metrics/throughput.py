@@ -10,7 +10,9 @@ import jax
 
 TIME_FIELDS = ("tokens_per_second", "mfu")  # the metrics that differ between two equal runs
 
-# Dense bfloat16 FLOPs per second of one device, from the makers' datasheets, by what jax calls the device.
+# Dense bfloat16 FLOPs per second of one device, from the makers' datasheets, by what jax calls the device. Where a sheet of
+# NVIDIA's tells them with sparsity, the half; of GeForce cards from the white papers of their architectures, with sums in
+# float32, which these add at half the rate.
 PEAK_FLOPS = {
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
@@ -31,9 +33,18 @@ PEAK_FLOPS = {
     "NVIDIA H800": 989e12,
     "NVIDIA H20": 148e12,
     "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2500e12,  # of one of the two GPUs of a board
+    "NVIDIA A10": 125e12,
     "NVIDIA A10G": 70e12,
+    "NVIDIA A40": 149.7e12,
+    "NVIDIA RTX A6000": 154.8e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA L40": 181e12,
     "NVIDIA L40S": 362e12,
+    "NVIDIA RTX 6000 Ada Generation": 364e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "NVIDIA GeForce RTX 4090": 165.2e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
     "Tesla T4": 8.1e12,  # float32: it has no products in bfloat16
 }
 
@@ -42,11 +53,14 @@ def peak_flops(device_kind: str) -> float | None:
     """The datasheet's dense bfloat16 FLOPs per second; None for a device that is not in the table, such as a CPU."""
     if device_kind in PEAK_FLOPS:
         return PEAK_FLOPS[device_kind]
-    # "NVIDIA H100 80GB HBM3": the longest name that it begins with as whole words. TPUs are named exactly.
+    # "NVIDIA H100 80GB HBM3": the longest name that it begins with as whole words. TPUs are named exactly, and GeForce cards, of
+    # which a "4090 D" or "4090 Laptop GPU" is another chip.
     known = [
         name
         for name in PEAK_FLOPS
-        if name.startswith("NVIDIA") and f"{device_kind}-".startswith((f"{name} ", f"{name}-"))
+        if name.startswith("NVIDIA")
+        and "GeForce" not in name
+        and f"{device_kind}-".startswith((f"{name} ", f"{name}-"))
     ]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from wedlm_jax.sharding import constrain, mesh_in_force, rows_of_a_device
 
-LOGITS = 2**22  # of each row of the batch, held at a time: 16 MiB in float32
-ROWS = 256  # of a product on a device, at least: of fewer, to read the head takes longer than to multiply by it
+LOGITS = 2**22  # of each row of the batch, held at a time: 16 MiB in float32, or more where ROWS asks for it
+# Of a product on a device, at least: of fewer, to read the head takes longer than to multiply by it. Of V = 152k these are 156 MB
+# of logits in float32.
+ROWS = 256
 
 # (logits [B, c, V], what a loss compares them with [B, c, ...], the product with the head) -> losses [B, c], d_logits [B, c, V]
 Loss = Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]], tuple[jax.Array, jax.Array]]
