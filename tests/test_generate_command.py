@@ -85,6 +85,15 @@ def test_a_file_of_prompts_gives_what_generate_returns_whatever_the_batch(call, 
     assert sorted(tmp_path.iterdir()) == [source, target, trace]  # no partial file is left
 
 
+def test_prompts_begin_alike_where_most_of_their_tokens_are_those_of_the_one_before():
+    one, other, third = ([number] * 9 for number in (1, 2, 3))
+    assert command._begin_alike([one] * 4 + [other] * 4)  # the completions of two prompts
+    assert command._begin_alike([[*one, 5], [*one, 6, 7]])
+    assert not command._begin_alike([one, other, third])
+    assert not command._begin_alike([one, one, other, third, one])
+    assert not command._begin_alike([one])
+
+
 @pytest.mark.parametrize("decoder", ["verified", "streaming"] if FULL else ["verified"])
 @pytest.mark.parametrize(
     "shared, batch, cache, calls_made",

@@ -118,10 +118,11 @@ def test_a_run_killed_while_writing_and_while_training_ends_as_one_that_was_not(
 @pytest.fixture
 def started(base, tmp_path, monkeypatch):
     """A workdir of a run that starts, its base, and what the decoder is asked; its answer depends on the request alone."""
-    asked, writers = [], []
+    asked, writers, shapes = [], [], []
 
-    def decode(model, requests, trace):
+    def decode(model, requests, trace, rows):
         asked.append(requests)
+        shapes.append(rows)
         writers.append(model)
         replies = ([7 + len(r.prompt) % 5] * min(r.config.max_new_tokens, 90) for r in requests)
         return [Completion(ids, "length", Stats(len(ids), len(ids), len(ids)), "said") for ids in replies]
@@ -129,7 +130,7 @@ def started(base, tmp_path, monkeypatch):
     monkeypatch.setattr(self_generation, "decode_batch", decode)
     model = wedlm_jax.load(base)
     ModelFile(model.config, 3, model.eos_token_ids).write(tmp_path)
-    return types.SimpleNamespace(workdir=tmp_path, model=model, asked=asked, writers=writers, base=base)
+    return types.SimpleNamespace(workdir=tmp_path, model=model, asked=asked, writers=writers, shapes=shapes, base=base)
 
 
 def written(started, settings, base="given", **changes):
@@ -174,6 +175,12 @@ def test_the_data_are_the_completions_alone_and_a_reply_fits_its_row(started):
     )  # fmt: skip
     for request in (request for batch in started.asked for request in batch):
         assert len(request.prompt) + request.config.max_new_tokens + data.num_end_tokens - 1 == data.row_length
+
+
+def test_every_batch_has_as_many_rows(started):
+    """The last one too: of another number a program would be compiled for it alone."""
+    written(started, dataclasses.replace(TEXT, num_prompts=5, batch_size=2))
+    assert [len(batch) for batch in started.asked] == [2, 2, 1] and started.shapes == [2, 2, 2]
 
 
 def change_text(folder):

@@ -153,12 +153,13 @@ def _requests(experiment: Experiment, model: Model, prompts: Sequence[np.ndarray
 
 def _complete(requests: Sequence[Request], model: Model, file: Path, batch_size: int, title: str) -> None:
     """Appends the completions of the requests that the file does not hold, a batch at a time."""
+    rows = min(batch_size, len(requests))  # of the last batch too, or it would be a program to compile
     starts = range(_whole_batches(file, batch_size), len(requests), batch_size)
     for start in track(starts, title, console=Console(stderr=True), disable=len(starts) < 2):
         batch = list(requests[start : start + batch_size])
         lines = [
             {"prompt_ids": request.prompt, "ids": done.ids, "finish_reason": done.finish_reason, "text": done.text}
-            for request, done in zip(batch, decode_batch(model, batch, trace=False), strict=True)
+            for request, done in zip(batch, decode_batch(model, batch, trace=False, rows=rows), strict=True)
         ]
         with writing(file), file.open("a", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -27,6 +27,7 @@ from wedlm_jax.sharding import MeshConfig, make_mesh
 
 from ..quick_jit import quick_jit
 from .models import LOOPS, MASK, ROWS, TINY, config_of, reciting_model, start_sizes, tiny_model
+from .test_precision_and_mesh import EVEN, cut_over
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 HOST = re.compile(r"callback|infeed|outfeed|\bsend\b|\brecv\b|host_transfer|host_compute", re.IGNORECASE)
@@ -109,6 +110,28 @@ def test_batches_of_a_file_have_one_shape_whatever_its_number_and_fill_up_withou
     monkeypatch.setattr(generation, "Batch", lambda *args: seen.append(len(args[1])) or batch(*args))
     assert list(in_batches(model, requests, batch_size=batch_size)) == expected
     assert seen == rows
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_cache_holds_no_more_than_the_context_of_the_model_and_the_window(loop):
+    """Prompt and output are rounded up on their own, here to 128 and 16 tokens."""
+    config = config_of(loop, max_new_tokens=9)
+    prompts = [[1 + i % 5 for i in range(length)] for length in (71, 80 - 9, 3)]
+    small, large = (tiny_model(0, dataclasses.replace(TINY, max_position_embeddings=n)) for n in (80, 4096))
+    requests = [make_request(small, prompt, config, row=row, name="") for row, prompt in enumerate(prompts)]
+    slots = generation.Batch(small, requests).state.cache.k.shape[-2]
+    assert slots <= 80 + config.slots(small.window_table) + 15
+    assert generate(small, prompts, config) == generate(large, prompts, config)
+
+
+def test_over_a_mesh_a_batch_of_a_file_has_rows_for_every_part(monkeypatch):
+    """Of other numbers each device would compute all."""
+    seen = []
+    monkeypatch.setattr(batches, "decode_batch", lambda model, requests, trace, rows: seen.append(rows) or requests)
+    model = cut_over(tiny_model(0, EVEN), make_mesh(MeshConfig(data=3), jax.devices()[:3]))
+    for batch_size, rows in ((16, 15), (3, 3), (2, 2)):
+        assert list(in_batches(model, range(40), batch_size=batch_size)) == list(range(40))
+        assert seen.pop() == rows
 
 
 def test_no_batch_of_a_file_has_more_rows_than_asked_for(monkeypatch):

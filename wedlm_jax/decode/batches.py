@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from wedlm_jax.decode.generation import Request, decode_batch, row_bucket
 from wedlm_jax.decode.stats import Completion
 from wedlm_jax.model.handle import Model
+from wedlm_jax.sharding import batch_parts
 
 
 def in_batches(
@@ -25,7 +26,9 @@ def in_batches(
     Raises:
       UserError: a batch does not fit in memory.
     """
-    batches = -(-len(requests) // batch_size)
-    rows = min(row_bucket(-(-len(requests) // batches), model.weights.mesh), batch_size)
+    parts = batch_parts(model.weights.mesh)
+    most = batch_size - batch_size % parts or batch_size  # what the mesh does not divide every device computes whole
+    batches = -(-len(requests) // most)
+    rows = min(row_bucket(-(-len(requests) // batches), model.weights.mesh), most)
     for start in range(0, len(requests), rows):
         yield from decode_batch(model, requests[start : start + rows], trace, rows=rows)

@@ -52,7 +52,7 @@ def generate(
       prompts: text, lists of messages, or lists (arrays) of token ids. Messages may come as
         `{"messages": [...], "tools": [...], "chat_template_kwargs": {...}}` too.
       config: one for all prompts, or one for each.
-      n: completions a prompt; they differ where the temperature is above 0.
+      n: completions a prompt, each prefilled (an `Engine` prefills it once); they differ where the temperature is above 0.
       trace: also return what every forward did (slower: the loop then runs from Python).
 
     Returns:

@@ -40,8 +40,9 @@ def prefill(
       drafter: what drafts before that forward, `DecodeConfig.drafter`.
     """
     B, P = prompt.shape
-    # A row writes at most C slots behind prompt + output.
-    cache = transformer.empty_cache(B, -(-(P + output_slots + slots) // TILE) * TILE)
+    # A row writes at most C slots behind prompt + output, and these come to no more than the model's context.
+    tokens = min(P + output_slots, transformer.config.max_position_embeddings)
+    cache = transformer.empty_cache(B, -(-(tokens + slots) // TILE) * TILE)
     masks = riding_masks(drafter, slots)
     # Masks that ride behind the prompt see its last token; where it is held back, the first forward writes its slot once more.
     stop = prompt_length - (holds_back and masks == 0)
@@ -100,8 +101,8 @@ def fill_cache(
 
     Args:
       cache: S slots.
-      tokens: int32 [B, P], P <= S: token i belongs into slot i.
-      start, stop: int32 [B].
+      tokens: int32 [B, P]: token i belongs into slot i.
+      start, stop: int32 [B], at most S.
       settings: of the B rows.
       chunk: tokens of a row that one forward runs, beside the masks.
       masks: M, masks that ride in the same forwards, at the positions stop .. stop + M - 1 of every row.

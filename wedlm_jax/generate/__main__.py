@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -180,9 +181,10 @@ def decoded(model: Model, requests: Sequence[Request], args: Generate) -> Iterat
 
 
 def _begin_alike(prompts: Sequence[Sequence[int]]) -> bool:
-    """Whether more than half of their tokens are a beginning that all share, which an engine prefills once."""
-    shared = min(shared_length(prompts[0], prompt) for prompt in prompts)
-    return 2 * shared * len(prompts) > sum(map(len, prompts))
+    """Whether, but for the first, more than half of their tokens are a beginning that the prompt before has too, as of the `n`
+    completions of one prompt: an engine prefills it once."""
+    shared = sum(shared_length(before, prompt) for before, prompt in itertools.pairwise(prompts))
+    return 2 * shared * len(prompts) > sum(map(len, prompts)) * (len(prompts) - 1)
 
 
 def _are_many(model: Model, count: int, batch_size: int) -> bool:
