@@ -21,8 +21,8 @@ from wedlm_jax.data.tokenizer import save_tokenizer, train_tokenizer
 from wedlm_jax.decode.calibration import Calibration, write_calibration
 from wedlm_jax.errors import UserError
 from wedlm_jax.model.config import ModelConfig
-from wedlm_jax.model.int8 import rounded
-from wedlm_jax.model.parameters import init_params, params_of
+from wedlm_jax.model.int8 import in_int8, rounded
+from wedlm_jax.model.parameters import init_params, params_of, transformer_from
 from wedlm_jax.model_file import ModelFile
 from wedlm_jax.model_flags import ModelFlags
 from wedlm_jax.ops.attention.choice import PLATFORMS
@@ -92,6 +92,29 @@ def test_a_directory_loads_with_its_kernels_rounded_to_int8(tmp_path, mesh):
         np.testing.assert_array_equal(x, expected[name])
     with pytest.raises(UserError, match="rounded to int8 for decoding; load it without dtype=int8"):
         save(int8, tmp_path / "out")
+
+
+def test_what_is_rounded_is_held_as_it_is_stored_and_given_back(tmp_path, monkeypatch):
+    """In float32 it would take twice the memory of the host, where a GPU computes in float32."""
+    coarse = {name: x.astype(jnp.bfloat16) for name, x in params_of(tiny_model().transformer).items()}
+    config = dataclasses.replace(tiny_model().config, dtype="bfloat16", param_dtype="bfloat16")
+    save(
+        dataclasses.replace(tiny_model(), config=config, transformer=transformer_from(config, coarse)),
+        tmp_path / "model",
+    )
+    exact = load(tmp_path / "model")
+    rounds, given = pretrained.in_int8, []
+    monkeypatch.setattr(pretrained, "in_int8", lambda model, *a, **k: given.append(model) or rounds(model, *a, **k))
+    int8 = load(tmp_path / "model", "int8")
+    assert given[0].config.param_dtype == "bfloat16"
+    kernels = {name: x.is_deleted() for name, x in params_of(given[0].transformer).items()}
+    assert kernels["layers.mlp.up_proj.kernel"] and not kernels["embed.embedding"]
+    expected = in_int8(exact)
+    assert int8.config == expected.config and int8.config.dtype == "float32"
+    held = params_of(int8.transformer)
+    for name, x in params_of(expected.transformer).items():
+        assert x.dtype == held[name].dtype
+        np.testing.assert_array_equal(x, held[name])
 
 
 @pytest.mark.parametrize("write", [save, save_adapter])
@@ -312,7 +335,7 @@ def test_a_workdir_is_rounded_on_the_host(workdir, monkeypatch):
     host = jax.devices()[3]
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [host])
     made = []
-    monkeypatch.setattr(pretrained, "in_int8", lambda model, mesh: made.append(model) or model)
+    monkeypatch.setattr(pretrained, "in_int8", lambda model, *_, **__: made.append(model) or model)
     load(workdir[0], "int8")
     assert all(x.devices() == {host} for x in params_of(made[0].transformer).values())
 

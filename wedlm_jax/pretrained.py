@@ -23,7 +23,7 @@ from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, tokenizer_in
-from wedlm_jax.hf.weights import load_hf, resolve_dtype, stored_dtype
+from wedlm_jax.hf.weights import fastest_dtype, load_hf, resolve_dtype, stored_dtype
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
@@ -81,12 +81,15 @@ def load(
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise UserError(f"mesh={shown(mesh)} is no mesh; write wedlm_jax.MeshConfig(tensor=4) or a jax.sharding.Mesh")
     if dtype in ("int8", jnp.int8):
+        computed = fastest_dtype(jax.devices()[0])
+        # As stored, where that takes half of the host's memory; an adapter beside it may be finer.
+        held = computed if adapter is not None or computed == "bfloat16" else exact_dtype(locate(path))
         with on_host():
             exact = load(
-                path, None, mask_token_id, adapter=adapter, chat_template_kwargs=chat_template_kwargs,
+                path, held, mask_token_id, adapter=adapter, chat_template_kwargs=chat_template_kwargs,
                 matmul_precision=matmul_precision,
             )  # fmt: skip
-        return in_int8(exact, mesh)
+        return in_int8(exact, mesh, computed, frees=True)
     directory = locate(path)
     if is_workdir(directory):
         model = _load_workdir(directory, split_step(path)[1], resolve_dtype(dtype), mask_token_id, mesh)
