@@ -192,7 +192,7 @@ def load_as_asked(args: Evaluate, path: str) -> Model:
             path, args.dtype or "float32", mesh=None if args.int8 else mesh, adapter=args.adapter,
             matmul_precision="highest", chat_template_kwargs=variables_of(args.chat_template_kwargs),
         )  # fmt: skip
-    return in_int8(model, mesh) if args.int8 else model
+    return in_int8(model, mesh, frees=True) if args.int8 else model
 
 
 def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
