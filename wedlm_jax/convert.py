@@ -26,7 +26,7 @@ from wedlm_jax.hf.export import arch_of, require_exportable
 from wedlm_jax.model.adapter import split_adapter
 from wedlm_jax.model.config import DType
 from wedlm_jax.model.handle import Model
-from wedlm_jax.model.merging import merged, plain
+from wedlm_jax.model.merging import merged, plain, require_mergeable
 from wedlm_jax.model.parameters import params_of, transformer_from
 from wedlm_jax.model_path import local_target
 
@@ -71,6 +71,8 @@ def convert(args: Convert) -> None:
     config, stored = pretrained.config_of(source), pretrained.exact_dtype(directory)
     if args.arch is not None:
         require_fit(config, args.arch)
+    if not args.only_adapter:
+        require_mergeable(config)
     dtype = args.dtype or stored
     # All is rounded once: as it is read, or where an adapter is added, in float32, the sum.
     adds = args.adapter is not None or config.adapter is not None

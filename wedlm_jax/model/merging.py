@@ -37,16 +37,21 @@ def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelC
     base, pairs = split_adapter(params)
     if config.adapter is None:
         return config, base
-    if config.adapter.rows == "mask":
-        raise UserError(
-            "an adapter of mask rows (rows=mask) cannot be merged: a merged weight works on every row, so the text would no "
-            "longer be the base's; export the base alone, and keep the adapter beside it (--adapter DIR)"
-        )
+    require_mergeable(config)
     for name, b in pairs.items():
         if name.endswith(".lora_b"):
             kernel = name.replace("lora_b", "kernel")
             base[kernel] = _add(base[kernel], pairs[name.replace("lora_b", "lora_a")], b, config.adapter.scale)
     return dataclasses.replace(config, adapter=None), base
+
+
+def require_mergeable(config: ModelConfig) -> None:
+    """Raises a `UserError` where the adapter works on mask rows alone."""
+    if config.adapter is not None and config.adapter.rows == "mask":
+        raise UserError(
+            "an adapter of mask rows (rows=mask) cannot be merged: a merged weight works on every row, so the text would no "
+            "longer be the base's; export the base alone, and keep the adapter beside it (--adapter DIR)"
+        )
 
 
 @jax.jit
