@@ -407,7 +407,7 @@ def test_a_model_that_is_rounded_is_loaded_on_the_host(tmp_path, monkeypatch):
     monkeypatch.setattr(command.pretrained, "load", seen)
     args = command.Evaluate(model="x", int8=True, mesh=MeshConfig(data=2))
     model = command.load_as_asked(args, str(tmp_path / "model"))
-    assert hosts == [(jax.devices("cpu")[0], None)]
+    assert hosts == [(jax.devices("cpu")[0], MeshConfig(data=1))]
     assert model.config.kernel_dtype == "int8" and model.mesh.size == 2
 
 

@@ -186,10 +186,10 @@ def load_exact(path: str, mesh: MeshConfig = ONE_DEVICE) -> Model:
 
 def load_as_asked(args: Evaluate, path: str) -> Model:
     """The model of `--model`, exact as by `load_exact` but for what its flags say."""
-    mesh = mesh_of_first(args.mesh)
+    mesh = mesh_of_first(args.mesh)  # before it takes long
     with on_host() if args.int8 else contextlib.nullcontext():
         model = pretrained.load(
-            path, args.dtype or "float32", mesh=None if args.int8 else mesh, adapter=args.adapter,
+            path, args.dtype or "float32", mesh=ONE_DEVICE if args.int8 else args.mesh, adapter=args.adapter,
             matmul_precision="highest", chat_template_kwargs=variables_of(args.chat_template_kwargs),
         )  # fmt: skip
     return in_int8(model, mesh, frees=True) if args.int8 else model

@@ -180,6 +180,7 @@ class Batch:
             output_slots=bucket(max(r.config.max_new_tokens for r in requests)),
             holds_back=config.holds_back,
             drafter=config.drafter,
+            context=model.config.max_position_embeddings,
         )
 
     def run(self) -> DecodeState:
@@ -297,8 +298,7 @@ def nothing_verified(config: DecodeConfig) -> dict[str, Any]:
 def decode_batch(
     model: Model, requests: Sequence[Request], trace: bool, *, rows: int | None = None
 ) -> list[Completion]:
-    """Decodes requests of one `DecodeConfig.program` as one batch of `rows` rows; None: of as many as there are
-    requests."""
+    """Decodes requests of one `DecodeConfig.program` as one batch of `rows` rows; None: as many as there are requests."""
     shortest = min(requests, key=lambda request: len(request.prompt))
     # What fills the batch up ends with its first token.
     filler = shortest._replace(config=dataclasses.replace(shortest.config, max_new_tokens=1))

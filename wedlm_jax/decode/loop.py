@@ -57,7 +57,7 @@ class Program:
         return other[self.decoder](transformer, state, settings)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "output_slots", "holds_back", "drafter"))
+@functools.partial(jax.jit, static_argnames=("slots", "output_slots", "holds_back", "drafter", "context"))
 def start(
     weights: Weights,
     prompt: jax.Array,
@@ -68,11 +68,14 @@ def start(
     output_slots: int,
     holds_back: bool,
     drafter: Drafter | None,
+    context: int | None = None,
 ) -> DecodeState:
     """Jitted `prefill`."""
-    sizes = dict(slots=slots, output_slots=output_slots)
     with weights.transformer() as transformer:
-        return prefill(transformer, prompt, prompt_length, settings, **sizes, holds_back=holds_back, drafter=drafter)
+        return prefill(
+            transformer, prompt, prompt_length, settings, slots=slots, output_slots=output_slots, holds_back=holds_back,
+            drafter=drafter, context=context,
+        )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")

@@ -27,6 +27,7 @@ def prefill(
     output_slots: int,
     holds_back: bool,
     drafter: Drafter | None,
+    context: int | None = None,
 ) -> DecodeState:
     """Runs the prompts causally and starts the windows.
 
@@ -38,10 +39,11 @@ def prefill(
       output_slots: O, at least the largest max_new_tokens.
       holds_back: whether the last prompt token waits in window slot 0 for the first decode forward, `DecodeConfig.holds_back`.
       drafter: what drafts before that forward, `DecodeConfig.drafter`.
+      context: the most tokens that a row has, which P and O may be rounded up beyond; None: P + O.
     """
     B, P = prompt.shape
-    # A row writes at most C slots behind prompt + output, and these come to no more than the model's context.
-    tokens = min(P + output_slots, transformer.config.max_position_embeddings)
+    # A row writes at most C slots behind prompt + output.
+    tokens = P + output_slots if context is None else min(P + output_slots, context)
     cache = transformer.empty_cache(B, -(-(tokens + slots) // TILE) * TILE)
     masks = riding_masks(drafter, slots)
     # Masks that ride behind the prompt see its last token; where it is held back, the first forward writes its slot once more.
