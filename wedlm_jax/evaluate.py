@@ -221,7 +221,7 @@ def evaluate(plan: Plan, console: Console) -> dict[str, Any]:
     if rows:
         console.print(results_table(rows, f"{plan.title}: batches of {plan.config.batch_size}, {device(plan.mesh)}"))
     for line in gained_and_lost(rows):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, soft_wrap=True, markup=False, highlight=False)
     for line in cut_short(rows):
         console.print(line, style="yellow", markup=False)
     results = as_results(plan, rows) | measured
