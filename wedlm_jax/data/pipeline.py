@@ -234,9 +234,8 @@ def _examples(
                 first_skipped.append(document.skipped)
         for piece, example in enumerate(document.examples[first:], first):
             yield Place(index, piece, skipped), example
-        if (
-            whole.see_bad(document) == MANY_BAD and index % step == 0
-        ):  # of all records that may take hours until it ends
+        if whole.see_bad(document) == MANY_BAD and index % step == 0:
+            # Where all records are bad, it may take hours until that is known.
             print(f"warning: {MANY_BAD:,} bad records in a row, the last: {document.skipped}", file=sys.stderr)
         for drought, part in ((whole, None), (parts[document.part], document.part)):
             if not drought.see(document):
