@@ -219,12 +219,21 @@ def test_what_is_not_implemented_is_refused_by_file_and_field(fields):
     assert message.startswith(f"{FILE}: ") and next(iter(fields)) in message and "not implemented" in message
 
 
+def test_quantized_weights_are_refused_by_their_method_however_much_is_said_of_it():
+    said = {"quant_method": "gptq", "modules_to_not_convert": [f"model.layers.{i}.mlp" for i in range(99)]}
+    message = message_of(from_hf, RAW | {"quantization_config": said}, FILE)
+    assert (
+        message.startswith(f"{FILE}: quantization_config=gptq is not implemented; take the checkpoint that")
+        and len(message) < 200
+    )
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 1},
         {"layer_types": ["full_attention", "full_attention"]},
-        {"attention_bias": False, "hidden_act": "silu", "num_experts": None},
+        {"attention_bias": False, "hidden_act": "silu", "num_experts": None, "quantization_config": {}},
     ],
 )
 def test_neutral_values_are_accepted(fields):

@@ -193,9 +193,8 @@ class TextFile:
 
     def _cut(self, size: int) -> Iterator[int]:
         end = 0
-        with self._path.open(
-            "rb", buffering=1 << 12
-        ) as file:  # so much is read of each section, to find the end of a line
+        # So much is read of each section, to find the end of a line.
+        with self._path.open("rb", buffering=1 << 12) as file:
             while end < size:
                 file.seek(end + self._section - 1)
                 part = file.readline(self._section)

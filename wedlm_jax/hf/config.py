@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from wedlm_jax.errors import UserError
+from wedlm_jax.errors import UserError, shown
 from wedlm_jax.hf.fields import flag, real, whole
 from wedlm_jax.hf.rope_parameters import read_rope, rope_parameters
 from wedlm_jax.model.config import DType, ModelConfig
@@ -53,8 +53,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "dual_chunk_attention_config": (None,),
-    "quantization_config": (None,),
-    "quantization": (None,),  # as MLX has it
+    "quantization_config": (None, {}),
+    "quantization": (None, {}),  # as MLX has it
     "num_experts": (None, 0),
     "num_local_experts": (None, 0),
     "n_routed_experts": (None, 0),
@@ -230,8 +230,14 @@ def _in_words(has: tuple[bool, bool]) -> str:
 
 def _refuse_unimplemented(raw: Mapping[str, Any], file: Path) -> None:
     for name, neutral in NEUTRAL.items():
-        if name in raw and raw[name] not in neutral:
-            raise UserError(f"{file}: {name}={raw[name]!r} is not implemented (only {' or '.join(map(repr, neutral))})")
+        if name not in raw or raw[name] in neutral:
+            continue
+        if name.startswith("quantization"):
+            how = raw[name].get("quant_method") if isinstance(raw[name], Mapping) else None
+            raise UserError(
+                f"{file}: {name}={how or shown(raw[name])} is not implemented; take the checkpoint that is not quantized"
+            )
+        raise UserError(f"{file}: {name}={raw[name]!r} is not implemented (only {' or '.join(map(repr, neutral))})")
     if raw["model_type"] in ("qwen3", "llama") and raw.get("attention_bias"):
         # There the flag puts a bias on the output projection too.
         raise UserError(
