@@ -162,12 +162,14 @@ def test_convert_merges_an_adapter_of_all_rows_or_writes_it_alone(folder, monkey
     assert not (folder / "out").exists()
 
 
-def test_a_workdir_of_mask_rows_is_refused_before_its_weights_are_read(folder, monkeypatch, capsys):
+def test_mask_rows_are_refused_before_any_weights_are_read(folder, monkeypatch, capsys):
+    """Of a workdir, and beside a base."""
     config = dataclasses.replace(load("base").config, adapter=AdapterConfig(rank=2))
-    monkeypatch.setattr(pretrained, "config_of", lambda path: config)
     monkeypatch.setattr(pretrained, "load", lambda *_, **__: pytest.fail("loaded it"))
-    assert run(monkeypatch, "convert", "--from", "base", "--to", "out") == 2
-    assert "error: an adapter of mask rows (rows=mask) cannot be merged" in capsys.readouterr().err
+    for flags in (["--adapter", "adapter"], []):
+        assert run(monkeypatch, "convert", "--from", "base", "--to", "out", *flags) == 2
+        assert "error: an adapter of mask rows (rows=mask) cannot be merged" in capsys.readouterr().err
+        monkeypatch.setattr(pretrained, "config_of", lambda path: config)
 
 
 def test_an_adapter_that_convert_writes_beside_a_model_of_the_hub_names_that_and_no_folder_of_its_cache(

@@ -13,6 +13,7 @@ from tests.hf.adapters import ON_ALL, adapted
 from wedlm_jax import convert as command
 from wedlm_jax.convert import Convert, convert, verify
 from wedlm_jax.errors import UserError
+from wedlm_jax.model.adapter import AdapterConfig
 from wedlm_jax.pretrained import load, save, save_adapter
 from wedlm_jax.version import __version__
 
@@ -137,6 +138,7 @@ def test_weights_are_read_no_wider_than_they_are_written_where_they_are_rounded_
 
     monkeypatch.setattr(command.pretrained, "load", load_nothing)
     monkeypatch.setattr(command.pretrained, "exact_dtype", lambda directory: stored)
+    monkeypatch.setattr(command.pretrained, "adapter_of", lambda path: AdapterConfig(rows="all"))
     with pytest.raises(UserError, match="enough"):
         convert(Convert(str(QWEN3), tmp_path / "out", dtype=written, adapter="adapter" if adapter else None))
     assert asked == [read]

@@ -72,7 +72,7 @@ def convert(args: Convert) -> None:
     if args.arch is not None:
         require_fit(config, args.arch)
     if not args.only_adapter:
-        require_mergeable(config)
+        require_mergeable(config.adapter if args.adapter is None else pretrained.adapter_of(args.adapter))
     dtype = args.dtype or stored
     # All is rounded once: as it is read, or where an adapter is added, in float32, the sum.
     adds = args.adapter is not None or config.adapter is not None

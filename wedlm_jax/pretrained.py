@@ -18,13 +18,13 @@ from wedlm_jax.decode.calibration import fingerprint, read_calibration, write_ca
 from wedlm_jax.decode.generation import require_model
 from wedlm_jax.decode.measured_windows import read_measured_windows, write_measured_windows
 from wedlm_jax.errors import UserError, shown
-from wedlm_jax.hf.adapter import is_adapter, with_adapter, with_tokenizer_in, write_adapter
+from wedlm_jax.hf.adapter import adapter_in, is_adapter, with_adapter, with_tokenizer_in, write_adapter
 from wedlm_jax.hf.config import Arch, from_hf, read_json
 from wedlm_jax.hf.export import save_hf
 from wedlm_jax.hf.hub import fetch_description, is_hub_id
 from wedlm_jax.hf.tokenizer import choose_mask_token_id, tokenizer_in
 from wedlm_jax.hf.weights import fastest_dtype, load_hf, resolve_dtype, stored_dtype
-from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.config import DType, ModelConfig
 from wedlm_jax.model.handle import CALIBRATION_FILE, WINDOWS_FILE, Model
 from wedlm_jax.model.int8 import in_int8, on_host
@@ -177,6 +177,16 @@ def config_of(path: str | Path) -> ModelConfig:
     if is_workdir(directory):
         return dataclasses.replace(ModelFile.read(directory).config, param_dtype="float32")
     return from_hf(read_json(directory / "config.json"), directory / "config.json")
+
+
+def adapter_of(path: str | Path) -> AdapterConfig | None:
+    """What the adapter is that `load` would put beside a model; its weights are not read.
+
+    Raises:
+      UserError: as of `load`.
+    """
+    directory = locate_adapter(path)
+    return ModelFile.read(directory).config.adapter if is_workdir(directory) else adapter_in(directory)
 
 
 def exact_dtype(directory: Path) -> DType:

@@ -167,6 +167,12 @@ def with_tokenizer_in(directory: Path, model: Model) -> Model:
     return model if tokenizer is None else dataclasses.replace(model, tokenizer=tokenizer, files=directory)
 
 
+def adapter_in(directory: Path) -> AdapterConfig:
+    """What the adapter of a directory is, as its files describe it. Raises as `with_adapter`."""
+    described = _describe(directory)
+    return described.adapter if isinstance(described, AdapterFile) else described
+
+
 def _describe(directory: Path) -> AdapterFile | AdapterConfig:
     """What adapter.json says, or, where there is none, PEFT's file; where both are there they must agree."""
     ours, theirs = directory / ADAPTER_FILE, directory / peft.PEFT_FILE

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from wedlm_jax.errors import UserError
-from wedlm_jax.model.adapter import split_adapter
+from wedlm_jax.model.adapter import AdapterConfig, split_adapter
 from wedlm_jax.model.config import ModelConfig
 from wedlm_jax.model.handle import Model
 from wedlm_jax.model.int8 import require_unrounded
@@ -37,7 +37,7 @@ def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelC
     base, pairs = split_adapter(params)
     if config.adapter is None:
         return config, base
-    require_mergeable(config)
+    require_mergeable(config.adapter)
     for name, b in pairs.items():
         if name.endswith(".lora_b"):
             kernel = name.replace("lora_b", "kernel")
@@ -45,9 +45,9 @@ def merged(config: ModelConfig, params: Mapping[str, jax.Array]) -> tuple[ModelC
     return dataclasses.replace(config, adapter=None), base
 
 
-def require_mergeable(config: ModelConfig) -> None:
+def require_mergeable(adapter: AdapterConfig | None) -> None:
     """Raises a `UserError` where the adapter works on mask rows alone."""
-    if config.adapter is not None and config.adapter.rows == "mask":
+    if adapter is not None and adapter.rows == "mask":
         raise UserError(
             "an adapter of mask rows (rows=mask) cannot be merged: a merged weight works on every row, so the text would no "
             "longer be the base's; export the base alone, and keep the adapter beside it (--adapter DIR)"
